@@ -1,0 +1,80 @@
+"""Putting PEFT adapters on a partitioned model: new ones, and ones from a file.
+
+PEFT takes foreign layers through `LoraConfig._register_custom_module`; everything else (target matching, names, config,
+`modules_to_save`) is PEFT's.
+"""
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from ..mesh import ParallelMesh
+from ..sharding import record_parameters
+from ..tensor_parallel.embedding import VocabParallelEmbedding
+from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from .layers import ColumnParallelLoraLinear, RowParallelLoraLinear, VocabParallelLoraEmbedding
+
+CUSTOM_MODULES = {
+    ColumnParallelLinear: ColumnParallelLoraLinear,
+    RowParallelLinear: RowParallelLoraLinear,
+    VocabParallelEmbedding: VocabParallelLoraEmbedding,
+}
+
+
+def unsupported(config: LoraConfig) -> list[str]:
+    """What a LoRA config asks for that adapters on partitioned layers do not do, one sentence each; empty if nothing."""
+    faults = []
+    if config.use_dora:
+        faults.append('use_dora=True (DoRA) is not supported: train with --use_dora false')
+    if config.init_lora_weights not in (True, False, 'gaussian'):
+        faults.append(f'init_lora_weights={config.init_lora_weights!r} needs the whole weight matrix and is not '
+                      "supported: use --init_weights true, false or gaussian")
+    if config.lora_bias:
+        faults.append('lora_bias=True is not supported: train with it off')
+    if getattr(config, 'target_parameters', None):
+        faults.append('target_parameters (adapters on bare parameters) is not supported: use target_modules')
+    if config.layer_replication:
+        faults.append('layer_replication is not supported: remove it')
+    return faults
+
+
+def _prepared(config: LoraConfig) -> LoraConfig:
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f'adapters of type {config.peft_type} are not supported: only LoRA is')
+    faults = unsupported(config)
+    if faults:
+        raise ValueError('; '.join(faults))
+    config._register_custom_module(CUSTOM_MODULES)
+    return config
+
+
+def _same_random_state(mesh: ParallelMesh) -> None:
+    """Every process draws the adapters with the numbers of process 0, whatever it drew before."""
+    if mesh.world_size > 1:
+        state = [torch.random.get_rng_state()]
+        dist.broadcast_object_list(state, src=0)
+        torch.random.set_rng_state(state[0])
+
+
+def add_lora(model: torch.nn.Module, config: LoraConfig, mesh: ParallelMesh) -> PeftModel:
+    """New adapters on a partitioned model, initialised with the numbers that the unsharded model would draw.
+
+    Raises:
+        ValueError: if the config asks for what is not supported.
+    """
+    _same_random_state(mesh)
+    peft_model = get_peft_model(model, _prepared(config))
+    record_parameters(peft_model, rank=mesh.tensor_rank, size=mesh.tensor_parallel_size)
+    return peft_model
+
+
+def load_lora(model: torch.nn.Module, directory: str, mesh: ParallelMesh, *, is_trainable: bool = True) -> PeftModel:
+    """Adapters from a PEFT directory, each rank keeping its slices.
+
+    Raises:
+        ValueError: if the adapter is of a kind that is not supported.
+    """
+    config = _prepared(LoraConfig.from_pretrained(directory))
+    config.inference_mode = not is_trainable
+    peft_model = PeftModel.from_pretrained(model, directory, is_trainable=is_trainable, config=config)
+    record_parameters(peft_model, rank=mesh.tensor_rank, size=mesh.tensor_parallel_size)
+    return peft_model

@@ -1,0 +1,91 @@
+"""Who talks to whom: the p x d x t grid of processes and its groups.
+
+Ranks are numbered with tensor parallelism innermost, so that its ranks share a node and its fast links, then data
+parallelism, then the pipeline (arXiv:2104.04473 section 3). The mesh is built once and handed down as an argument.
+"""
+from dataclasses import dataclass
+from typing import Optional, Sequence
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from .sharding import Layout, ShardSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelMesh:
+    """This process' place in the grid and the groups it belongs to.
+
+    A group is None where it has one member. `rank` is the global rank
+    `(pipeline_rank * d + data_rank) * t + tensor_rank`.
+    """
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    rank: int = 0
+    tensor_group: Optional[dist.ProcessGroup] = None
+    pipeline_group: Optional[dist.ProcessGroup] = None
+    data_group: Optional[dist.ProcessGroup] = None
+
+    def __deepcopy__(self, memo: dict) -> 'ParallelMesh':
+        return self  # modules are copied (PEFT's modules_to_save), process groups cannot be
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.rank % self.tensor_parallel_size
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.tensor_parallel_size % self.data_parallel_size
+
+    @property
+    def pipeline_rank(self) -> int:
+        return self.rank // (self.tensor_parallel_size * self.data_parallel_size)
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Number of processes that hold one copy of the model (t x p)."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def spec(self, global_shape: Sequence[int], *, axis: Optional[int] = None, layout: Layout = (),
+             partial: bool = False) -> ShardSpec:
+        """The record of a parameter on this process."""
+        return ShardSpec(
+            global_shape=tuple(global_shape),
+            rank=self.tensor_rank,
+            size=self.tensor_parallel_size,
+            axis=axis,
+            layout=layout,
+            partial=partial)
+
+    @classmethod
+    def create(cls, *, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1,
+               device_type: str = 'cpu') -> 'ParallelMesh':
+        """Builds the groups over all processes of the default group; every process has to call it.
+
+        Raises:
+            ValueError: if the number of processes is no multiple of t x p.
+        """
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        model_size = tensor_parallel_size * pipeline_parallel_size
+        if world_size % model_size:
+            raise ValueError(f'{world_size} processes are no multiple of tensor_parallel_size x '
+                             f'pipeline_parallel_size = {tensor_parallel_size} x {pipeline_parallel_size}')
+        sizes = (pipeline_parallel_size, world_size // model_size, tensor_parallel_size)
+        if world_size == 1:
+            return cls()
+        grid = init_device_mesh(device_type, sizes, mesh_dim_names=('pipeline', 'data', 'tensor'))
+        groups = {
+            f'{name}_group': grid.get_group(name) if size > 1 else None
+            for name, size in zip(grid.mesh_dim_names, sizes)
+        }
+        return cls(
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            data_parallel_size=sizes[1],
+            rank=dist.get_rank(),
+            **groups)

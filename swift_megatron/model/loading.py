@@ -1,0 +1,120 @@
+"""Reading this rank's slices from safetensors, one tensor at a time.
+
+A file is opened anew for each tensor: safetensors maps files into memory, and the pages that a slice touched would
+otherwise stay counted as this process' memory until the end.
+"""
+import json
+import os
+from typing import Iterator
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from ..sharding import ShardSpec, spec_of
+
+
+class CheckpointReader:
+    """Tensors of a Hugging Face checkpoint directory by name, whole or in slices.
+
+    Raises:
+        ValueError: if the directory holds no safetensors weights.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        index = os.path.join(directory, SAFE_WEIGHTS_INDEX_NAME)
+        single = os.path.join(directory, SAFE_WEIGHTS_NAME)
+        if os.path.isfile(index):
+            with open(index, encoding='utf-8') as file:
+                self.file_of: dict[str, str] = json.load(file)['weight_map']
+        elif os.path.isfile(single):
+            with safe_open(single, framework='pt') as file:
+                self.file_of = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+        else:
+            raise ValueError(f"'{directory}' holds no {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}: weights are read in "
+                             'slices, which needs safetensors; convert them with '
+                             "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.file_of
+
+    def names(self) -> list[str]:
+        return list(self.file_of)
+
+    def read(self, name: str, spec: ShardSpec) -> torch.Tensor:
+        """This rank's slice of a tensor, on the CPU, in the file's dtype.
+
+        Raises:
+            ValueError: if the file's tensor has another shape than the model's.
+        """
+        with safe_open(os.path.join(self.directory, self.file_of[name]), framework='pt') as file:
+            view = file.get_slice(name)
+            if tuple(view.get_shape()) != spec.global_shape:
+                raise ValueError(f"'{name}' has shape {tuple(view.get_shape())} in '{self.directory}', but the model's config "
+                                 f'makes it {spec.global_shape}: config.json and weights do not belong together')
+            if spec.axis is None:
+                return view[:] if spec.global_shape else file.get_tensor(name)
+            index = (slice(None), ) * spec.axis
+            parts = [view[(*index, slice(start, stop))] for start, stop in spec.ranges]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=spec.axis)
+
+
+def _checkpoint_name(name: str, prefix: str, reader: CheckpointReader) -> str | None:
+    """The checkpoint's name of a parameter; checkpoints of the bare decoder lack its prefix. None if it is not there."""
+    if name in reader:
+        return name
+    short = name.removeprefix(f'{prefix}.')
+    return short if short in reader else None
+
+
+def load_slices(model: nn.Module, directory: str, device: torch.device) -> list[str]:
+    """Gives every parameter of a partitioned model on the meta device its slice from the checkpoint, in its own dtype.
+
+    Returns:
+        Names in the checkpoint that the model has no use for.
+
+    Raises:
+        ValueError: if a parameter is missing from the checkpoint, naming the first few.
+    """
+    reader = CheckpointReader(directory)
+    prefix = getattr(model, 'base_model_prefix', '')
+    sources = {}
+    missing = []
+    for name, parameter in model.named_parameters():  # tied parameters once
+        source = _checkpoint_name(name, prefix, reader)
+        if source is None and parameter is _output_weight(model):
+            source = next((s for s in _tied_names(model) if s in reader), None)
+        if source is None:
+            missing.append(name)
+        sources[name] = source
+    if missing:
+        raise ValueError(f"'{directory}' lacks {len(missing)} parameters of the model, such as {', '.join(missing[:3])}: it is "
+                         'not a complete checkpoint of this architecture')
+    for name, parameter in list(model.named_parameters()):
+        value = reader.read(sources[name], spec_of(parameter)).to(device=device, dtype=parameter.dtype)
+        _replace(model, parameter, value)
+    used = set(sources.values()) | set(_tied_names(model))
+    return [name for name in reader.names() if name not in used]
+
+
+def _output_weight(model: nn.Module) -> torch.Tensor:
+    return model.get_output_embeddings().weight
+
+
+def _tied_names(model: nn.Module) -> Iterator[str]:
+    """Every name of the output head's weight, tied ones included."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter is _output_weight(model):
+            yield name
+
+
+def _replace(model: nn.Module, parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Puts a parameter with `value` everywhere the (meta) parameter stands, record kept."""
+    loaded = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    loaded.__dict__.update(parameter.__dict__)
+    for module in model.modules():
+        for name, own in module._parameters.items():
+            if own is parameter:
+                module._parameters[name] = loaded

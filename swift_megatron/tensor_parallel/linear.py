@@ -1,0 +1,115 @@
+"""Linear layers whose weight is cut over the tensor-parallel ranks (arXiv:1909.08053 section 3).
+
+    column: Y = X W^T + b with the output cut: rank i computes Y_i = X W_i^T + b_i
+    row:    Y = X W^T + b with the input cut:  Y = sum_i X_i W_i^T + b
+
+The region is entered once by the block around the column-parallel layers, not by each of them, see
+`model/partition.py`; a layer that stands alone (the output head) enters it itself.
+`in_features` and `out_features` are this rank's, the global sizes are in `global_in_features` and `global_out_features`.
+
+B batch, S sequence, I input, O output size of the whole layer, /T this rank's part.
+"""
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..mesh import ParallelMesh
+from ..sharding import Layout, ShardSpec, set_records
+from .regions import (copy_to_tensor_parallel_region, gather_from_tensor_parallel_region,
+                      reduce_from_tensor_parallel_region, scatter_to_tensor_parallel_region)
+
+
+class PartitionedLinear(nn.Module):
+    """What the column- and row-parallel layers share: the cut weight and the product with it.
+
+    Args:
+        in_features: I, of the whole layer.
+        out_features: O, of the whole layer.
+        layout: Which part of the cut dimension each rank holds.
+        mesh: The process grid.
+        bias: Whether the layer has a bias.
+    """
+    cut_axis: int  # of the weight (O, I)
+
+    def __init__(self, in_features: int, out_features: int, layout: Layout, mesh: ParallelMesh, *, bias: bool = False,
+                 device: Optional[torch.device] = None, dtype: Optional[torch.dtype] = None) -> None:
+        super().__init__()
+        self.mesh, self.layout = mesh, layout
+        self.global_in_features, self.global_out_features = in_features, out_features
+        weight = mesh.spec((out_features, in_features), axis=self.cut_axis, layout=layout, partial=True)
+        self.out_features, self.in_features = weight.local_shape
+        self.weight = nn.Parameter(torch.empty(weight.local_shape, device=device, dtype=dtype))
+        records = {'weight': weight}
+        if bias:
+            records['bias'] = self._bias_spec()
+            self.bias = nn.Parameter(torch.empty(records['bias'].local_shape, device=device, dtype=dtype))
+        else:
+            self.register_parameter('bias', None)
+        set_records(self, records)
+
+    def _bias_spec(self) -> ShardSpec:
+        raise NotImplementedError
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """X W_i^T without the bias. (B, S, in_features) -> (B, S, out_features)"""
+        return F.linear(x, self.weight)
+
+    def extra_repr(self) -> str:
+        return (f'in_features={self.in_features}/{self.global_in_features}, '
+                f'out_features={self.out_features}/{self.global_out_features}, bias={self.bias is not None}')
+
+
+class ColumnParallelLinear(PartitionedLinear):
+    """Y_i = X W_i^T + b_i. (B, S, I) -> (B, S, O/T), or (B, S, O) with `gather_output`.
+
+    Ranks may hold the same rows (shared key/value heads); their gradients are then partial sums.
+    """
+    cut_axis = 0
+
+    def __init__(self, *args, gather_output: bool = False, enters_region: bool = False, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.gather_output, self.enters_region = gather_output, enters_region
+
+    def _bias_spec(self) -> ShardSpec:
+        return self.mesh.spec((self.global_out_features, ), axis=0, layout=self.layout, partial=True)
+
+    def start(self, x: torch.Tensor) -> torch.Tensor:
+        """The input as the products take it: with `enters_region` its gradient is summed over the ranks."""
+        return copy_to_tensor_parallel_region(x, self.mesh) if self.enters_region else x
+
+    def local_output(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the output. (B, S, I) -> (B, S, O/T)"""
+        return F.linear(x, self.weight, self.bias)
+
+    def finish(self, y: torch.Tensor) -> torch.Tensor:
+        """What follows once all contributions are in `y`. (B, S, O/T) -> (B, S, O/T or O)"""
+        return gather_from_tensor_parallel_region(y, self.layout, self.mesh) if self.gather_output else y
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.finish(self.local_output(self.start(x)))
+
+
+class RowParallelLinear(PartitionedLinear):
+    """Y = sum_i X_i W_i^T + b. (B, S, I/T) -> (B, S, O), or from (B, S, I) with `split_input`."""
+    cut_axis = 1
+
+    def __init__(self, *args, split_input: bool = False, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.split_input = split_input
+
+    def _bias_spec(self) -> ShardSpec:
+        return self.mesh.spec((self.global_out_features, ))
+
+    def start(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the input. (B, S, I/T or I) -> (B, S, I/T)"""
+        return scatter_to_tensor_parallel_region(x, self.layout, self.mesh) if self.split_input else x
+
+    def finish(self, partial: torch.Tensor) -> torch.Tensor:
+        """The one all-reduce, and the bias once. (B, S, O) partial sums -> (B, S, O)"""
+        y = reduce_from_tensor_parallel_region(partial, self.mesh)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.finish(self.product(self.start(x)))
