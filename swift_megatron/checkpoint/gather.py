@@ -1,5 +1,5 @@
 """Whole tensors from the ranks' slices, one at a time, on the CPU of tensor rank 0."""
-from typing import Iterable, Iterator, Optional
+from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,3 @@ def gather_whole(local: torch.Tensor, spec: ShardSpec, mesh: ParallelMesh) -> Op
         spec.place(whole, received, rank)
     return whole
 
-
-def gather_all(tensors: Iterable[tuple[str, torch.Tensor, ShardSpec]],
-               mesh: ParallelMesh) -> Iterator[tuple[str, Optional[torch.Tensor]]]:
-    """(name, whole tensor or None) for each (name, slice, record), in order; one whole tensor is alive at a time."""
-    for name, local, spec in tensors:
-        yield name, gather_whole(local, spec, mesh)

@@ -1,0 +1,124 @@
+"""`TrainerConfig`: ms-swift's SftArguments with the parallel fields, and the checks before weights are read."""
+import difflib
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any, Iterator, Optional
+
+import torch
+from swift.arguments import PretrainArguments, SftArguments
+from swift.trainers import TrainerFactory
+from swift.utils import get_dist_setting, parse_args
+
+from . import compatibility
+from .checkpoint.layout import layout_fault
+from .config import ConfigError, ParallelFields, read_model_config
+from .model.plan import attention_heads
+
+
+@contextmanager
+def own_trainer_classes() -> Iterator[None]:
+    """ms-swift's factory hands out this package's trainer and training arguments for causal LMs."""
+    replaced = {
+        'TRAINER_MAPPING': 'swift_megatron.trainers.sft.ParallelSeq2SeqTrainer',
+        'TRAINING_ARGS_MAPPING': 'swift_megatron.trainers.arguments.ParallelSeq2SeqTrainingArguments',
+    }
+    before = {name: dict(getattr(TrainerFactory, name)) for name in replaced}
+    try:
+        for name, path in replaced.items():
+            getattr(TrainerFactory, name)['causal_lm'] = path
+        yield
+    finally:
+        for name, mapping in before.items():
+            setattr(TrainerFactory, name, mapping)
+
+
+@dataclass
+class ParallelSftFields(ParallelFields):
+    """The parallel fields, accepted spellings, and what has to happen round ms-swift's own `__post_init__`."""
+    model_id: Optional[str] = field(default=None, metadata={'help': 'Another spelling of model.'})
+    use_flash_attn: Optional[bool] = field(default=None, metadata={'help': 'True: another spelling of attn_impl=flash_attn.'})
+
+    def __post_init__(self) -> None:
+        self._take_other_spellings()
+        num_processes = get_dist_setting()[2]
+        given = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        faults = self.faults(num_processes, read_model_config(self.model)) + compatibility.faults(given)
+        if self.resume_from_checkpoint and not self.resume_only_model and not faults:
+            faults += layout_fault(self.resume_from_checkpoint, self, num_processes)
+        if faults:
+            raise ConfigError(faults)
+        replicas = num_processes // self.model_parallel_size
+        if self.gradient_accumulation_steps is None:  # ms-swift's default, with replicas in place of processes
+            samples = self.per_device_train_batch_size * replicas * self.micro_batches
+            self.gradient_accumulation_steps = max(1, math.ceil(16 / samples))
+        if self.ddp_backend is None and num_processes > 1:
+            self.ddp_backend = 'nccl' if torch.cuda.is_available() else 'gloo'
+        with own_trainer_classes():
+            super().__post_init__()
+        # Without a pipeline, micro-batches are accumulated one after the other.
+        self.training_args.gradient_accumulation_steps *= self.micro_batches
+        self._check_model()
+
+    def _take_other_spellings(self) -> None:
+        if self.model_id is not None:
+            if self.model is not None and self.model != self.model_id:
+                raise ConfigError([f'--model {self.model} and --model_id {self.model_id} differ: give one of them'])
+            self.model = self.model_id
+        if self.use_flash_attn:
+            if self.attn_impl not in (None, 'flash_attn'):
+                raise ConfigError([f'--use_flash_attn true and --attn_impl {self.attn_impl} differ: give one of them'])
+            self.attn_impl = 'flash_attn'
+
+    def _check_model(self) -> None:
+        """What the model's own config decides; weights are read later."""
+        faults = []
+        if self.model_meta.is_multimodal:
+            faults.append(f"model '{self.model}' is multimodal, which is not supported: use a text model")
+        if self.model_info.quant_method:
+            faults.append(f"model '{self.model}' is quantised ({self.model_info.quant_method}), which is not available in this "
+                          'release: use the 16-bit checkpoint')
+        config = self.model_info.config
+        if not faults and getattr(config, 'num_attention_heads', None):
+            attention_heads(config, self.tensor_parallel_size)
+        if faults:
+            raise ConfigError(faults)
+
+
+@dataclass
+class TrainerConfig(ParallelSftFields, SftArguments):
+    """ms-swift's `SftArguments` plus the parallel fields; every argument keeps its name and meaning."""
+
+    def __post_init__(self) -> None:
+        ParallelSftFields.__post_init__(self)
+
+
+@dataclass
+class PretrainConfig(ParallelSftFields, PretrainArguments):
+    """The same for `pt`: ms-swift's `PretrainArguments` plus the parallel fields."""
+
+    def __post_init__(self) -> None:
+        ParallelSftFields.__post_init__(self)
+
+
+def parse_arguments(config_class: type, argv: Optional[list[str]]) -> Any:
+    """An instance of the config class from flags.
+
+    Raises:
+        ConfigError: for flags that do not exist, with the nearest that do, and for whatever the config finds wrong.
+    """
+    known = [spec.name for spec in fields(config_class)]
+    for name in _flag_names(argv or []):
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
+            hint = f': did you mean {" or ".join("--" + n for n in near)}?' if near else ''
+            raise ConfigError([f"there is no argument '--{name}'{hint}"])
+    config, rest = parse_args(config_class, argv)
+    if rest and not config.ignore_args_error:
+        raise ConfigError([f"'{' '.join(rest)}' belongs to no argument"])
+    return config
+
+
+def _flag_names(argv: list[str]) -> list[str]:
+    return [word[2:].partition('=')[0].replace('-', '_') for word in argv if word.startswith('--') and len(word) > 2]
+
