@@ -56,7 +56,8 @@ class ParallelSftFields(ParallelFields):
             self.ddp_backend = 'nccl' if torch.cuda.is_available() else 'gloo'
         with own_trainer_classes():
             super().__post_init__()
-        # Without a pipeline, micro-batches are accumulated one after the other.
+        # The Trainer accumulates micro-batches one after the other; a pipeline runs them together.
+        self.training_args.num_micro_batches = self.micro_batches
         self.training_args.gradient_accumulation_steps *= self.micro_batches
         self._check_model()
 

@@ -26,6 +26,7 @@ class ParallelMesh:
     tensor_group: Optional[dist.ProcessGroup] = None
     pipeline_group: Optional[dist.ProcessGroup] = None
     data_group: Optional[dist.ProcessGroup] = None
+    tied_group: Optional[dist.ProcessGroup] = None  # first and last stage, on those two alone
 
     def __deepcopy__(self, memo: dict) -> 'ParallelMesh':
         return self  # modules are copied (PEFT's modules_to_save), process groups cannot be
@@ -83,9 +84,24 @@ class ParallelMesh:
             f'{name}_group': grid.get_group(name) if size > 1 else None
             for name, size in zip(grid.mesh_dim_names, sizes)
         }
+        groups['tied_group'] = _tied_group(sizes, groups['pipeline_group'])
         return cls(
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
             data_parallel_size=sizes[1],
             rank=dist.get_rank(),
             **groups)
+
+
+def _tied_group(sizes: tuple[int, int, int], pipeline_group: Optional[dist.ProcessGroup]) -> Optional[dist.ProcessGroup]:
+    """The group of this process' first and last stage; None on stages between and without a pipeline."""
+    num_stages, columns = sizes[0], sizes[1] * sizes[2]
+    if num_stages <= 2:
+        return pipeline_group
+    own = None
+    for column in range(columns):  # every process has to make every group
+        ranks = [column, (num_stages - 1) * columns + column]
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            own = group
+    return own

@@ -9,7 +9,7 @@ T is the tensor-parallel size.
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Optional
+from typing import Literal, Optional
 
 import torch
 from torch import nn
@@ -136,7 +136,9 @@ class ShardSpec:
         layout: What each rank holds of that dimension; empty when `axis` is None.
         partial: Whether the gradients of the copies of an element on several ranks are partial sums that have to be
             added up (a replicated LoRA factor, a shared key/value head). False: the copies have equal gradients.
-        name: The parameter's name in the model, without wrappers' additions; for messages and files.
+        tie: 'source' or 'copy' for a token embedding and the output head of other pipeline stage that is the same
+            parameter in the unsharded model: their gradients are added up, and the copy counts for nothing.
+        name: The parameter's name in the model.
     """
     global_shape: tuple[int, ...]
     rank: int = 0
@@ -144,6 +146,7 @@ class ShardSpec:
     axis: Optional[int] = None
     layout: Layout = ()
     partial: bool = False
+    tie: Optional[Literal['source', 'copy']] = None
     name: str = ''
 
     @property
@@ -193,6 +196,8 @@ class ShardSpec:
 
     def owned(self, local: torch.Tensor) -> list[torch.Tensor]:
         """Views of the elements of the local slice that this rank counts: of several copies the lowest rank's."""
+        if self.tie == 'copy':
+            return []
         if not self.has_copies:
             return [local]
         if self.axis is None:
@@ -226,6 +231,7 @@ def _without(ranges: Ranges, taken: list[Range]) -> Ranges:
 
 RECORDS = 'shard_records'  # on a module: how the parameters below it are cut, by name
 SPEC = 'shard_spec'  # on a parameter: its own record
+MODULES_TO_SAVE = '.modules_to_save.'  # in the names of PEFT's trained copies of whole modules
 
 
 def set_records(module: nn.Module, records: dict[str, ShardSpec]) -> None:
@@ -258,6 +264,8 @@ def record_parameters(model: nn.Module, *, rank: int, size: int) -> None:
             records[f'{prefix}.{name}' if prefix else name] = spec
     for name, parameter in model.named_parameters():
         spec = records.get(name) or ShardSpec(global_shape=tuple(parameter.shape), rank=rank, size=size)
+        if MODULES_TO_SAVE in name:  # a copy of a tied head is a parameter of its own
+            spec = dataclasses.replace(spec, tie=None)
         assert tuple(parameter.shape) == spec.local_shape, (name, tuple(parameter.shape), spec.local_shape)
         setattr(parameter, SPEC, dataclasses.replace(spec, name=name))
 

@@ -20,7 +20,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     'gemma2': dict(head_dim=WIDE_HEAD, query_pre_attn_scalar=WIDE_HEAD, sliding_window=8, final_logit_softcapping=5.,
                    attn_logit_softcapping=4., attn_implementation='eager'),
     'gemma3_text': dict(head_dim=WIDE_HEAD, query_pre_attn_scalar=WIDE_HEAD, sliding_window=8,
-                        layer_types=['sliding_attention', 'full_attention']),
+                        layer_types=['sliding_attention', 'full_attention', 'sliding_attention', 'sliding_attention', 'full_attention']),
     'glm4': dict(head_dim=WIDE_HEAD, attention_bias=True, pad_token_id=3, partial_rotary_factor=0.5),
     'olmo2': dict(),
     'granite': dict(attention_bias=True, embedding_multiplier=3., logits_scaling=2., residual_multiplier=0.7,
@@ -45,6 +45,8 @@ class Case:
     def config(self):
         extra = dict(FAMILIES[self.family])
         attention = extra.pop('attn_implementation', 'sdpa')
+        if 'layer_types' in extra:
+            extra['layer_types'] = extra['layer_types'][:self.layers]
         config = CONFIG_MAPPING[self.family](
             hidden_size=HEAD * self.heads, intermediate_size=self.ffn, num_hidden_layers=self.layers, num_attention_heads=self.heads,
             num_key_value_heads=self.key_value_heads, vocab_size=self.vocabulary, max_position_embeddings=128,

@@ -15,7 +15,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..mesh import ParallelMesh
 from ..sharding import spec_of
-from .gather import gather_whole
+from .gather import gather_whole, stream_from_stages
 
 UNITS = {'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'TB': 10**12, 'KIB': 2**10, 'MIB': 2**20, 'GIB': 2**30, 'TIB': 2**40}
 
@@ -48,7 +48,7 @@ def _bins(tensors: Iterator[tuple[str, torch.Tensor]], limit: int) -> Iterator[d
 
 
 def save_full_model(model: nn.Module, directory: str, mesh: ParallelMesh, *, max_shard_size: str | int = '5GB') -> None:
-    """Writes model.safetensors, or model-0000i-of-0000n.safetensors and an index. Every tensor rank has to call it.
+    """Writes model.safetensors, or model-0000i-of-0000n.safetensors and an index. Every rank of replica 0 has to call it.
 
     Args:
         model: The partitioned causal LM. Tied parameters are written once.
@@ -56,18 +56,17 @@ def save_full_model(model: nn.Module, directory: str, mesh: ParallelMesh, *, max
         mesh: The process grid.
         max_shard_size: Largest file, as in '5GB'.
     """
-    names = [name for name, _ in model.named_parameters()]
-    wholes = ((name, gather_whole(parameter, spec_of(parameter), mesh)) for name, parameter in model.named_parameters())
+    wholes = stream_from_stages(((name, gather_whole(parameter, spec_of(parameter), mesh))
+                                 for name, parameter in model.named_parameters() if spec_of(parameter).tie != 'copy'), mesh)
     if mesh.rank != 0:
         for _ in wholes:
             pass
         return
     limit = size_in_bytes(max_shard_size)
     files: list[dict[str, int]] = []
-    for number, tensors in enumerate(_bins(((n, w) for n, w in wholes if w is not None), limit)):
+    for number, tensors in enumerate(_bins(wholes, limit)):
         save_file(tensors, os.path.join(directory, f'model-{number + 1:05d}.safetensors'), metadata={'format': 'pt'})
         files.append({name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()})
-    assert sum(map(len, files)) == len(names)
     if len(files) == 1:
         os.replace(os.path.join(directory, 'model-00001.safetensors'), os.path.join(directory, SAFE_WEIGHTS_NAME))
         return

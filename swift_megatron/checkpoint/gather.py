@@ -1,5 +1,5 @@
 """Whole tensors from the ranks' slices, one at a time, on the CPU of tensor rank 0."""
-from typing import Optional
+from typing import Any, Iterator, Optional
 
 import torch
 import torch.distributed as dist
@@ -31,3 +31,54 @@ def gather_whole(local: torch.Tensor, spec: ShardSpec, mesh: ParallelMesh) -> Op
         spec.place(whole, received, rank)
     return whole
 
+
+
+def gather_from_stages(state: dict[str, Any], mesh: ParallelMesh) -> dict[str, Any]:
+    """The dictionaries of all pipeline stages as one, on stage 0; on the others what they had. For small states.
+
+    Every pipeline rank has to call it.
+    """
+    if mesh.pipeline_group is None:
+        return state
+    parts = [{} for _ in range(mesh.pipeline_parallel_size)] if mesh.pipeline_rank == 0 else None
+    dist.gather_object(state, parts, dst=dist.get_global_rank(mesh.pipeline_group, 0), group=mesh.pipeline_group)
+    return {name: value for part in parts for name, value in part.items()} if parts else state
+
+
+def stream_from_stages(tensors: Iterator[tuple[str, Optional[torch.Tensor]]],
+                       mesh: ParallelMesh) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of all pipeline stages, one at a time, on process 0; nothing on the others.
+
+    Args:
+        tensors: This stage's (name, whole tensor); the tensor is None but on tensor rank 0.
+        mesh: The process grid. Every rank of replica 0 has to consume the iterator.
+    """
+    group = mesh.pipeline_group
+    if mesh.pipeline_rank > 0:
+        first = dist.get_global_rank(group, 0)
+        for name, tensor in tensors:
+            if tensor is not None:
+                dist.send_object_list([(name, tensor.shape, tensor.dtype)], dst=first, group=group)
+                dist.send(_on_wire(tensor, group), dst=first, group=group)
+        if mesh.tensor_rank == 0:
+            dist.send_object_list([None], dst=first, group=group)
+        return
+    yield from ((name, tensor) for name, tensor in tensors if tensor is not None)
+    if mesh.tensor_rank > 0:
+        return
+    for stage in range(1, mesh.pipeline_parallel_size):
+        source = dist.get_global_rank(group, stage)
+        while True:
+            header: list[Any] = [None]
+            dist.recv_object_list(header, src=source, group=group)
+            if header[0] is None:
+                break
+            name, shape, dtype = header[0]
+            buffer = _on_wire(torch.empty(shape, dtype=dtype), group)
+            dist.recv(buffer, src=source, group=group)
+            yield name, buffer.cpu()
+
+
+def _on_wire(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The tensor where the group's backend can send it from."""
+    return tensor.cuda() if dist.get_backend(group) == 'nccl' else tensor

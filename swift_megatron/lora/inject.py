@@ -3,9 +3,12 @@
 PEFT takes foreign layers through `LoraConfig._register_custom_module`; everything else (target matching, names, config,
 `modules_to_save`) is PEFT's.
 """
+import warnings
+
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import load_peft_weights, set_peft_model_state_dict
 
 from ..mesh import ParallelMesh
 from ..sharding import record_parameters
@@ -75,6 +78,23 @@ def load_lora(model: torch.nn.Module, directory: str, mesh: ParallelMesh, *, is_
     """
     config = _prepared(LoraConfig.from_pretrained(directory))
     config.inference_mode = not is_trainable
-    peft_model = PeftModel.from_pretrained(model, directory, is_trainable=is_trainable, config=config)
+    with warnings.catch_warnings():  # modules of other pipeline stages are on the meta device and stay there
+        warnings.filterwarnings('ignore', message='.*copying from a non-meta parameter.*')
+        peft_model = PeftModel.from_pretrained(model, directory, is_trainable=is_trainable, config=config)
     record_parameters(peft_model, rank=mesh.tensor_rank, size=mesh.tensor_parallel_size)
     return peft_model
+
+
+def reload_lora(model: PeftModel, directory: str) -> None:
+    """Overwrites the adapters of a model by those in a directory, each rank its slices of its own stages' layers.
+
+    Raises:
+        ValueError: if the directory lacks something that the model's adapters have.
+    """
+    weights = load_peft_weights(directory, device='cpu')
+    names = {name.replace('.default', '').replace('.modules_to_save', '') for name, _ in model.named_parameters()}
+    own = {name: tensor for name, tensor in weights.items() if name in names}
+    missing = [name for name in names if 'lora_' in name and name not in own]
+    if missing:
+        raise ValueError(f"'{directory}' lacks adapter weights of the model, such as {missing[0]}")
+    set_peft_model_state_dict(model, own)

@@ -5,7 +5,7 @@ otherwise stay counted as this process' memory until the end.
 """
 import json
 import os
-from typing import Iterator
+from typing import Optional
 
 import torch
 from safetensors import safe_open
@@ -61,7 +61,7 @@ class CheckpointReader:
             return parts[0] if len(parts) == 1 else torch.cat(parts, dim=spec.axis)
 
 
-def _checkpoint_name(name: str, prefix: str, reader: CheckpointReader) -> str | None:
+def _checkpoint_name(name: str, prefix: str, reader: CheckpointReader) -> Optional[str]:
     """The checkpoint's name of a parameter; checkpoints of the bare decoder lack its prefix. None if it is not there."""
     if name in reader:
         return name
@@ -69,45 +69,46 @@ def _checkpoint_name(name: str, prefix: str, reader: CheckpointReader) -> str | 
     return short if short in reader else None
 
 
-def load_slices(model: nn.Module, directory: str, device: torch.device) -> list[str]:
-    """Gives every parameter of a partitioned model on the meta device its slice from the checkpoint, in its own dtype.
+def load_slices(model: nn.Module, directory: str, device: torch.device, *, skip: tuple[str, ...] = (),
+                aliases: Optional[dict[str, str]] = None) -> list[str]:
+    """Gives every parameter of a partitioned model its slice from the checkpoint, in the parameter's dtype.
+
+    Args:
+        model: Parameters on the meta device are replaced, others are overwritten.
+        directory: A Hugging Face checkpoint with safetensors.
+        device: Where replaced parameters go.
+        skip: Prefixes of parameters that lie on other pipeline stages and are left as they are.
+        aliases: Names under which the checkpoint has a parameter (a tied head).
 
     Returns:
-        Names in the checkpoint that the model has no use for.
+        Names in the checkpoint that no stage of the model has a use for.
 
     Raises:
         ValueError: if a parameter is missing from the checkpoint, naming the first few.
     """
     reader = CheckpointReader(directory)
     prefix = getattr(model, 'base_model_prefix', '')
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     sources = {}
-    missing = []
-    for name, parameter in model.named_parameters():  # tied parameters once
-        source = _checkpoint_name(name, prefix, reader)
-        if source is None and parameter is _output_weight(model):
-            source = next((s for s in _tied_names(model) if s in reader), None)
-        if source is None:
-            missing.append(name)
-        sources[name] = source
+    for name in names:
+        sources[name] = (_checkpoint_name(name, prefix, reader)
+                         or _checkpoint_name((aliases or {}).get(name, name), prefix, reader))
+    named = [(name, parameter) for name, parameter in model.named_parameters() if not name.startswith(skip)]
+    for name, parameter in named:
+        if sources[name] is None:  # a tied parameter may stand in the file under its other name
+            sources[name] = next((sources[other] for other, p in model.named_parameters(remove_duplicate=False)
+                                  if p is parameter and sources[other]), None)
+    missing = [name for name, _ in named if sources[name] is None]
     if missing:
         raise ValueError(f"'{directory}' lacks {len(missing)} parameters of the model, such as {', '.join(missing[:3])}: it is "
                          'not a complete checkpoint of this architecture')
-    for name, parameter in list(model.named_parameters()):
-        value = reader.read(sources[name], spec_of(parameter)).to(device=device, dtype=parameter.dtype)
-        _replace(model, parameter, value)
-    used = set(sources.values()) | set(_tied_names(model))
-    return [name for name in reader.names() if name not in used]
-
-
-def _output_weight(model: nn.Module) -> torch.Tensor:
-    return model.get_output_embeddings().weight
-
-
-def _tied_names(model: nn.Module) -> Iterator[str]:
-    """Every name of the output head's weight, tied ones included."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter is _output_weight(model):
-            yield name
+    for name, parameter in named:
+        value = reader.read(sources[name], spec_of(parameter))
+        if parameter.is_meta:
+            _replace(model, parameter, value.to(device=device, dtype=parameter.dtype))
+        else:
+            parameter.data.copy_(value)
+    return sorted(set(reader.names()) - set(sources.values()))
 
 
 def _replace(model: nn.Module, parameter: nn.Parameter, value: torch.Tensor) -> None:

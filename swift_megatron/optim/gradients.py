@@ -60,12 +60,19 @@ def sum_partial_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Parall
         parameter.grad.copy_(spec_of(parameter).slice(whole))
 
 
+def sum_tied_gradients(parameters: Iterable[torch.nn.Parameter], mesh: ParallelMesh) -> None:
+    """Adds up the gradients of a token embedding and an output head that are one parameter, over the end stages."""
+    if mesh.tied_group is not None:
+        _all_reduce([p.grad for p in _with_gradients(parameters) if spec_of(p).tie], mesh.tied_group)
+
+
 def average_over_replicas(parameters: Iterable[torch.nn.Parameter], mesh: ParallelMesh) -> None:
     """Mean of the gradients over the data-parallel group, as DistributedDataParallel leaves them."""
     if mesh.data_parallel_size == 1:
         return
     gradients = [parameter.grad for parameter in _with_gradients(parameters)]
-    torch._foreach_div_(gradients, mesh.data_parallel_size)
+    if gradients:
+        torch._foreach_div_(gradients, mesh.data_parallel_size)
     _all_reduce(gradients, mesh.data_group)
 
 
@@ -87,8 +94,9 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter], mesh: ParallelMesh) 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
     """Scales all gradients by min(1, max_norm / (norm + 1e-6)), torch's clip_grad_norm_ rule."""
-    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.)
-    torch._foreach_mul_([parameter.grad for parameter in _with_gradients(parameters)], coefficient)
+    gradients = [parameter.grad for parameter in _with_gradients(parameters)]
+    if gradients:
+        torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.).to(gradients[0].device))
 
 
 def agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, mesh: ParallelMesh) -> None:

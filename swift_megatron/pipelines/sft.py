@@ -16,8 +16,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..arguments import PretrainConfig, TrainerConfig, own_trainer_classes, parse_arguments
 from ..lora.inject import add_lora, load_lora
 from ..mesh import ParallelMesh
-from ..model.build import build_model, parameter_bytes
+from ..model.build import build_model, keep_own_stages
 from ..sharding import record_parameters, spec_of
+from .report import layout_report
 
 logger = get_logger()
 
@@ -27,7 +28,8 @@ def load_partitioned(config: TrainerConfig, mesh: ParallelMesh) -> tuple[PreTrai
     _, processor = config.get_model_processor(load_model=False, download_model=True)
     model_info = processor.model_info
     model = build_model(model_info.config, mesh, directory=model_info.model_dir, dtype=model_info.torch_dtype,
-                        device=torch.device(get_current_device()), trust_remote_code=True)
+                        device=torch.device(get_current_device()), trust_remote_code=True,
+                        chunks=config.virtual_pipeline_size, layers_by_hand=config.pipeline_layers)
     for name in model.unused_checkpoint_names[:3]:
         logger.warning(f"'{name}' in the checkpoint has no place in the model and was not read.")
     model.model_info, model.model_meta, model.model_dir = model_info, processor.model_meta, model_info.model_dir
@@ -103,19 +105,13 @@ class PartitionedPipeline:
         self.model, self.processor = load_partitioned(self.args, self.mesh)
         logger.info(f'model_info: {self.model.model_info}')
         self._prepare_generation_config()
-        self._log_layout()
-
-    def _log_layout(self) -> None:
-        mesh, args = self.mesh, self.args
-        samples = args.per_device_train_batch_size * args.micro_batches * args.gradient_accumulation_steps
-        logger.info(f'tensor_parallel_size t={mesh.tensor_parallel_size}, replicas d={mesh.data_parallel_size}; '
-                    f'{samples * mesh.data_parallel_size} samples per optimizer step; '
-                    f'{parameter_bytes(self.model) / 2**20:.1f} MiB of base parameters on rank 0')
 
     def prepare_model(self, args: TrainerConfig, model: PreTrainedModel, **kwargs: Any) -> nn.Module:
         if args.tuner_type == 'lora':
-            return with_adapters(args, model, self.mesh)
-        model = super().prepare_model(args, model, **kwargs)
+            model = with_adapters(args, model, self.mesh)
+        else:
+            model = super().prepare_model(args, model, **kwargs)
+        keep_own_stages(model, self.mesh)
         record_parameters(model, rank=self.mesh.tensor_rank, size=self.mesh.tensor_parallel_size)
         return model
 
@@ -128,6 +124,8 @@ class PartitionedPipeline:
             f'{type(self.model).__name__}: {total / 1e6:.4f}M Params ({trainable / 1e6:.4f}M Trainable '
             f'[{100 * trainable / total:.4f}%]), over {self.mesh.model_parallel_size} processes.')
         logger.info(f"whole model: {self.train_msg['model_parameter_info']}")
+        for line in layout_report(self.args, self.model, self.mesh, trainer.train_dataset):
+            logger.info(line)
         return super().train(trainer)
 
     def run(self) -> dict[str, Any]:
@@ -167,4 +165,6 @@ class SwiftModel:
         """This rank's part of the model that the config names, with its adapters if the config names some."""
         mesh = create_mesh(config)
         model, _ = load_partitioned(config, mesh)
-        return load_lora(model, config.adapters[0], mesh, is_trainable=False) if config.adapters else model
+        model = load_lora(model, config.adapters[0], mesh, is_trainable=False) if config.adapters else model
+        keep_own_stages(model, mesh)
+        return model

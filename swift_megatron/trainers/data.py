@@ -100,5 +100,6 @@ class ReplicaDataLoader(DataLoaderDispatcher):
             batch, random_state = broadcast_in_replica(message, self.mesh)
             if batch is None:
                 return
-            torch.set_rng_state(random_state)
+            if self.mesh.pipeline_rank == 0:  # later stages have a stream of their own
+                torch.set_rng_state(random_state)
             yield to_device(batch, self.device)

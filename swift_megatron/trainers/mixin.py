@@ -21,12 +21,16 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 
 from ..checkpoint.full import save_full_model
-from ..checkpoint.gather import gather_whole
+from ..checkpoint.gather import gather_from_stages, gather_whole
 from ..checkpoint.layout import optimizer_file, write_layout
+from ..lora.inject import reload_lora
 from ..mesh import ParallelMesh
+from ..model.build import tied_aliases
+from ..model.language_modeling import causal_lm
 from ..model.loading import load_slices
 from ..optim.gradients import (agree_on_overflow, average_over_replicas, clip_gradients, gradient_norm,
-                               sum_partial_gradients)
+                               sum_partial_gradients, sum_tied_gradients)
+from ..pipeline_parallel.schedule import run_micro_batches
 from ..sharding import spec_of
 from .accelerator import ReplicaAccelerator
 from .data import (ReplicaBatchSampler, ReplicaDataLoader, ReplicaDispatcher, broadcast_in_replica, is_reader)
@@ -46,8 +50,11 @@ class ParallelTrainerMixin:
         super().__init__(*args, **kwargs)
         # The model owns its placement and its gradient reduction: the Trainer must not wrap it.
         self.is_distributed_loading_by_transformers = True
-        if mesh.data_rank > 0:  # replicas draw different dropout masks; replica 0 those of a run without replicas
-            torch.manual_seed(self.args.seed + mesh.data_rank)
+        # Replicas and stages draw different dropout masks; the first ones those of a run in one process.
+        offset = mesh.data_rank + mesh.data_parallel_size * mesh.pipeline_rank
+        if offset:
+            torch.manual_seed(self.args.seed + offset)
+        self._waiting: list[dict] = []  # micro-batches that the pipeline has not run yet
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -93,20 +100,67 @@ class ParallelTrainerMixin:
 
     def prediction_step(self, model: nn.Module, inputs: dict, *args: Any, **kwargs: Any) -> tuple:
         inputs = broadcast_in_replica(inputs if is_reader(self.mesh) else None, self.mesh)
-        return super().prediction_step(model, inputs, *args, **kwargs)
+        if self.mesh.pipeline_parallel_size == 1:
+            return super().prediction_step(model, inputs, *args, **kwargs)
+        inputs = self._prepare_inputs(inputs)
+        num_items = self._get_num_items_in_batch([inputs], self.args.device)
+        return self._run_stages(model, [inputs], num_items, backward=False), None, None
 
     # ---- Gradients ----
 
-    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = super().training_step(model, *args, **kwargs)
+    def training_step(self, model: nn.Module, inputs: dict, num_items_in_batch: Optional[torch.Tensor] = None) -> torch.Tensor:
+        """One micro-batch; with a pipeline, micro-batches wait until there are num_micro_batches or the step ends."""
+        if self.mesh.pipeline_parallel_size == 1:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        else:
+            loss = self._pipeline_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients:
             self._reduce_gradients(model)
         return loss
+
+    def _pipeline_step(self, model: nn.Module, inputs: dict, num_items: Optional[torch.Tensor]) -> torch.Tensor:
+        self._waiting.append(inputs)
+        if len(self._waiting) < self.args.num_micro_batches and not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        batches, self._waiting = self._waiting, []
+        model.train()
+        if callable(getattr(self.optimizer, 'train', None)):
+            self.optimizer.train()
+        return self._run_stages(model, [self._prepare_inputs(batch) for batch in batches], num_items, backward=True)
+
+    def loss_from_hidden(self, hidden: torch.Tensor, batch: dict, num_items_in_batch: Optional[torch.Tensor]) -> torch.Tensor:
+        """The loss of one micro-batch from the decoder's output (B, S, H); of the trainer that this is mixed into."""
+        raise NotImplementedError
+
+    def _run_stages(self, model: nn.Module, batches: list[dict], num_items: Optional[torch.Tensor], *,
+                    backward: bool) -> torch.Tensor:
+        """Sum of the micro-batches' losses, the same on all stages."""
+        total = torch.zeros((), dtype=torch.float32, device=self.args.device)
+        scaler = self.accelerator.scaler if backward else None
+
+        def loss_fn(hidden: torch.Tensor, index: int) -> torch.Tensor:
+            loss = self.loss_from_hidden(hidden, batches[index], num_items)
+            total.add_(loss.detach())
+            return loss if scaler is None else scaler.scale(loss)
+
+        lm = causal_lm(model)
+        run_micro_batches(lm, batches, loss_fn, split=lm.stage_split, mesh=self.mesh, kind=self.args.pipeline_schedule,
+                          backward=backward, autocast=self.accelerator.autocast)
+        dist.all_reduce(total, group=self.mesh.pipeline_group)
+        return total
+
+    def create_optimizer(self, model: Optional[nn.Module] = None) -> torch.optim.Optimizer:
+        """A stage without trainable parameters gets an optimizer with an empty one: schedulers and logs ask for its rate."""
+        optimizer = super().create_optimizer(model)
+        if not optimizer.param_groups:
+            optimizer.add_param_group({'params': [nn.Parameter(torch.empty(0, device=self.args.device))]})
+        return optimizer
 
     def _reduce_gradients(self, model: nn.Module) -> None:
         """Once per optimizer step, after the last backward pass."""
         parameters = [p for p in model.parameters() if p.requires_grad]
         sum_partial_gradients(parameters, self.mesh)
+        sum_tied_gradients(parameters, self.mesh)
         average_over_replicas(parameters, self.mesh)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
@@ -130,6 +184,13 @@ class ParallelTrainerMixin:
             clip_gradients(parameters, max_norm, norm)
         return norm
 
+    def floating_point_ops(self, inputs: dict) -> float:
+        """This rank's share of the whole model's operations; the Trainer adds up the ranks. 6 N per token, as in transformers."""
+        lm = causal_lm(self.model)
+        embeddings = {f'{name}.weight' for name, module in lm.named_modules() if isinstance(module, nn.Embedding)}
+        owned = sum(spec_of(p).num_owned() for name, p in lm.named_parameters() if name not in embeddings)
+        return 6 * inputs['input_ids'].numel() * owned
+
     # ---- Saving ----
 
     def _adapter_state(self) -> dict[str, torch.Tensor]:
@@ -140,7 +201,7 @@ class ParallelTrainerMixin:
                 whole = gather_whole(parameter, spec_of(parameter), self.mesh)
                 if whole is not None:
                     state[name] = whole
-        return state
+        return gather_from_stages(state, self.mesh) if self.mesh.tensor_rank == 0 else state
 
     def _is_adapted_embedding(self, name: str) -> bool:
         """PEFT writes the base weight of an embedding or head with adapters into the adapter's file."""
@@ -156,6 +217,8 @@ class ParallelTrainerMixin:
         if self.args.should_save:
             os.makedirs(output_dir, exist_ok=True)
         state = {}
+        if self.mesh.data_rank > 0:  # replicas are alike: the first one writes
+            return
         if isinstance(self.model, PeftModel):
             state = self._adapter_state()
         else:
@@ -255,18 +318,15 @@ class ParallelTrainerMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Optional[nn.Module] = None) -> None:
         model = model or self.model
+        logger.info(f'Loading model from {resume_from_checkpoint}.')
         if isinstance(model, PeftModel):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            reload_lora(model, resume_from_checkpoint)
         else:
-            load_slices(model, resume_from_checkpoint, self.args.device)
+            load_slices(model, resume_from_checkpoint, self.args.device, aliases=tied_aliases(model))
 
     def _load_best_model(self) -> None:
-        if isinstance(self.model, PeftModel):
-            super()._load_best_model()
-        else:
-            logger.info(f'Loading best model from {self.state.best_model_checkpoint} '
-                        f'(score: {self.state.best_metric}).')
-            load_slices(self.model, self.state.best_model_checkpoint, self.args.device)
+        logger.info(f'The best model is {self.state.best_model_checkpoint} (score: {self.state.best_metric}).')
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Optional[str]) -> None:
         if checkpoint is None or self.args.resume_only_model:

@@ -7,10 +7,10 @@ from swift.trainers import Seq2SeqTrainer
 from torch import nn
 
 from ..model.language_modeling import hidden_states, token_losses
+from ..pipeline_parallel.stage import DECODER_INPUTS
 from .mixin import ParallelTrainerMixin
 
 IGNORED = -100
-NOT_FOR_DECODER = ('labels', 'logits_to_keep', 'num_items_in_batch')
 
 
 class ParallelSeq2SeqTrainer(ParallelTrainerMixin, Seq2SeqTrainer):
@@ -27,19 +27,18 @@ class ParallelSeq2SeqTrainer(ParallelTrainerMixin, Seq2SeqTrainer):
         Token losses are ms-swift's: cross-entropy, with label smoothing, `enable_dft_loss` and `loss_scale` where asked for.
         Gradients are averaged over the replicas, so that the factor gives the mean over all tokens.
         """
-        inputs.pop('compute_loss_func', None)
-        loss_scale = inputs.pop('loss_scale', None)
-        channels = inputs.pop('channel', None)
-        text_position_ids = inputs.pop('text_position_ids', None)
-        if text_position_ids is None:
-            text_position_ids = inputs.get('position_ids')
-        labels = inputs.pop('labels')
+        with self.accelerator.autocast():
+            hidden = hidden_states(model, **{key: value for key, value in inputs.items() if key in DECODER_INPUTS})
+        loss = self.loss_from_hidden(hidden, inputs, num_items_in_batch)
+        return (loss, {'loss': loss}) if return_outputs else loss
+
+    def loss_from_hidden(self, hidden: torch.Tensor, batch: dict[str, Any],
+                         num_items_in_batch: Optional[torch.Tensor]) -> torch.Tensor:
+        labels, loss_scale = batch['labels'], batch.get('loss_scale')
         targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)  # (B, S): what position i predicts
         chosen = targets != IGNORED
-        decoder_inputs = {key: value for key, value in inputs.items() if key not in NOT_FOR_DECODER}
         with self.accelerator.autocast():
-            hidden = hidden_states(model, **decoder_inputs)  # (B, S, H)
-            losses = token_losses(model, hidden[chosen], targets[chosen], self.mesh)
+            losses = token_losses(self.model, hidden[chosen], targets[chosen], self.mesh)
         per_token = self._token_losses(losses.nll, losses.smooth)  # (N,)
         if loss_scale is not None:
             per_token = per_token * torch.roll(loss_scale, -1, dims=-1)[chosen]
@@ -48,11 +47,14 @@ class ParallelSeq2SeqTrainer(ParallelTrainerMixin, Seq2SeqTrainer):
         loss = per_token.sum() / num_items_in_batch
         if self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs:
             loss = loss * self.accelerator.num_processes
-        cu_seqlens = self.get_cu_seqlens(text_position_ids, None) if self.template.padding_free else None
+        cu_seqlens = None
+        if self.template.padding_free:
+            positions = batch.get('text_position_ids')
+            cu_seqlens = self.get_cu_seqlens(batch['position_ids'] if positions is None else positions, None)
         if self.args.enable_channel_loss:
-            self._record_channels(per_token.detach(), chosen, channels, cu_seqlens)
+            self._record_channels(per_token.detach(), chosen, batch.get('channel'), cu_seqlens)
         self._record_accuracy(losses.predictions, chosen, labels, cu_seqlens)
-        return (loss, {'loss': loss}) if return_outputs else loss
+        return loss
 
     def _token_losses(self, nll: torch.Tensor, smooth: torch.Tensor) -> torch.Tensor:
         if self.args.label_smoothing_factor:

@@ -1,0 +1,88 @@
+"""What a run tells at its start: how the model lies on the processes, what a step is, and how much of it is idle."""
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ..config import ParallelFields
+from ..mesh import ParallelMesh
+from ..model.build import matrix_elements
+from ..model.language_modeling import causal_lm
+from ..pipeline_parallel.split import bubble, micro_batches_for_bubble
+
+MIB = 2**20
+IDLE_LIMIT = 0.2  # of a step, above which the report says which number of micro-batches would help
+
+
+def _bytes(model: nn.Module, trainable: bool) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad == trainable)
+
+
+def _own_share(model: nn.Module, mesh: ParallelMesh) -> dict[str, Any]:
+    """Facts of this rank: layers, bytes, and matrix elements that a token is multiplied with."""
+    lm = causal_lm(model)
+    split, rank = lm.stage_split, mesh.pipeline_rank
+    embedding = matrix_elements(lm.get_input_embeddings()) if split.has_embedding(rank) else 0
+    tied = split.has_embedding(rank) and split.has_head(rank) and lm.config.tie_word_embeddings
+    return {
+        'rank': mesh.rank,
+        'stage': rank,
+        'layers': [f'{chunk[0]}-{chunk[-1]}' for chunk in map(split.layers, split.stages_of(rank))],
+        'frozen': _bytes(model, trainable=False),
+        'trainable': _bytes(model, trainable=True),
+        'work': matrix_elements(lm) - (0 if tied else embedding),
+    }
+
+
+def _tokens_per_step(samples: int, dataset: Any) -> str:
+    """', about N tokens' where the lengths of the samples are known."""
+    rows = getattr(dataset, 'dataset', dataset)
+    if 'lengths' not in (getattr(rows, 'column_names', None) or ()):
+        return ''
+    lengths = [max(n) if isinstance(n, list) else n for n in rows['lengths']]
+    return f', about {round(samples * sum(lengths) / len(lengths))} tokens'
+
+
+def layout_report(config: ParallelFields, model: nn.Module, mesh: ParallelMesh, dataset: Any) -> list[str]:
+    """The lines of the report. Every process has to call it.
+
+    Args:
+        config: The run's configuration (a TrainerConfig).
+        model: This rank's model, with its adapters.
+        mesh: The process grid.
+        dataset: The training set, for the tokens of a step.
+    """
+    shares: list[dict[str, Any]] = [_own_share(model, mesh)]
+    if dist.is_initialized():
+        shares = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(shares, _own_share(model, mesh))
+    t, p, d, m = mesh.tensor_parallel_size, mesh.pipeline_parallel_size, mesh.data_parallel_size, config.micro_batches
+    samples = config.per_device_train_batch_size * m * config.gradient_accumulation_steps * d
+    lines = [
+        f'processes: t={t} x p={p} x d={d}; micro-batches m={m}',
+        f'step: {samples} samples = {config.per_device_train_batch_size} (micro-batch) x {m} (m) x '
+        f'{config.gradient_accumulation_steps} (gradient accumulation) x {d} (d){_tokens_per_step(samples, dataset)}',
+    ]
+    first_replica = [share for share in shares if share['rank'] // t % d == 0]
+    total_work = sum(share['work'] for share in first_replica)
+    for stage in range(p):
+        ranks = [share for share in first_replica if share['stage'] == stage]
+        largest = max(ranks, key=lambda share: share['frozen'] + share['trainable'])
+        work = 100 * sum(share['work'] for share in ranks) / total_work
+        lines.append(f'stage {stage}: layers {", ".join(largest["layers"])}; {work:.0f} % of the products; per rank '
+                     f'{largest["frozen"] / MIB:.1f} MiB frozen + {largest["trainable"] / MIB:.1f} MiB trainable parameters')
+    return lines + _pipeline_lines(p, m, config.virtual_pipeline_size)
+
+
+def _pipeline_lines(p: int, m: int, v: int) -> list[str]:
+    if p == 1:
+        return []
+    idle = bubble(p, m, v)
+    lines = [f'expected pipeline bubble: {100 * idle:.0f} % of the step']
+    if m < p:
+        lines.append(f'warning: num_micro_batches={m} is less than pipeline_parallel_size={p}: some stages are always idle; '
+                     f'--num_micro_batches {p} or more keeps all of them busy')
+    if idle > IDLE_LIMIT:
+        lines.append(f'warning: the bubble is above {100 * IDLE_LIMIT:.0f} %: --num_micro_batches '
+                     f'{micro_batches_for_bubble(p, IDLE_LIMIT, v)} brings it down to that')
+    return lines
