@@ -52,8 +52,10 @@ class ParallelSftFields(ParallelFields):
         if self.gradient_accumulation_steps is None:  # ms-swift's default, with replicas in place of processes
             samples = self.per_device_train_batch_size * replicas * self.micro_batches
             self.gradient_accumulation_steps = max(1, math.ceil(16 / samples))
-        if self.ddp_backend is None and num_processes > 1:
-            self.ddp_backend = 'nccl' if torch.cuda.is_available() else 'gloo'
+        if num_processes > 1:
+            if not torch.cuda.is_available():
+                self.use_cpu = True  # accelerate takes processes on a CPU for separate runs without it
+            self.ddp_backend = self.ddp_backend or ('nccl' if torch.cuda.is_available() else 'gloo')
         with own_trainer_classes():
             super().__post_init__()
         # The Trainer accumulates micro-batches one after the other; a pipeline runs them together.

@@ -77,9 +77,12 @@ class PartitionedLoraLinear(lora.Linear):
                 total = product if total is None else total + product
         return total
 
-    def _with_adapters(self, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def unmerge_if_disabled(self) -> None:
+        """Adapters that were merged and then switched off leave the base weight, before it is used."""
         if self.disable_adapters and self.merged:
             self.unmerge()
+
+    def _with_adapters(self, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         adapters = self.adapter_output(x)
         return base if adapters is None else (base + adapters).to(base.dtype)
 
@@ -94,6 +97,7 @@ class ColumnParallelLoraLinear(PartitionedLoraLinear):
 
     def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         base: ColumnParallelLinear = self.get_base_layer()
+        self.unmerge_if_disabled()
         x = base.start(x)
         return base.finish(self._with_adapters(base.local_output(x), x))
 
@@ -115,6 +119,7 @@ class RowParallelLoraLinear(PartitionedLoraLinear):
 
     def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         base: RowParallelLinear = self.get_base_layer()
+        self.unmerge_if_disabled()
         x = base.start(x)
         return base.finish(self._with_adapters(base.product(x), x))
 
