@@ -78,9 +78,11 @@ class ParallelSftFields(ParallelFields):
         faults = []
         if self.model_meta.is_multimodal:
             faults.append(f"model '{self.model}' is multimodal, which is not supported: use a text model")
-        if self.model_info.quant_method:
-            faults.append(f"model '{self.model}' is quantised ({self.model_info.quant_method}), which is not available in this "
-                          'release: use the 16-bit checkpoint')
+        stored = getattr(self.model_info.config, 'quantization_config', None)
+        if stored:
+            method = stored.get('quant_method') if isinstance(stored, dict) else getattr(stored, 'quant_method', 'unknown')
+            faults.append(f"model '{self.model}' is stored quantised ({method}), which cannot be cut: give the 16-bit "
+                          'checkpoint that it was made from, with --quant_method bnb --quant_bits 4')
         config = self.model_info.config
         if not faults and getattr(config, 'num_attention_heads', None):
             attention_heads(config, self.tensor_parallel_size)

@@ -49,8 +49,8 @@ RULES = (
     Rule('init_weights', _is_init, '(PiSSA, OLoRA, LoftQ, LoRA-GA) factorises whole weights and is not supported: use true, '
          'false or gaussian'),
     Rule('target_parameters', _off, '(adapters on bare parameters) is not supported: use --target_modules'),
-    Rule('quant_method', _off, '(quantised bases) is not available in this release: leave it out'),
-    Rule('quant_bits', _off, '(quantised bases) is not available in this release: leave it out'),
+    Rule('quant_method', _one_of('bnb'), 'is not supported: use --quant_method bnb --quant_bits 4'),
+    Rule('quant_bits', _one_of(4), 'is not supported: use --quant_method bnb --quant_bits 4'),
     Rule('new_special_tokens', _off, 'changes the vocabulary after loading: add the tokens to the model folder first'),
     Rule('init_strategy', _off, 'is not supported: load a complete checkpoint'),
     Rule('freeze_parameters_ratio', _off, 'counts parameters on one process: use --freeze_parameters with names'),
@@ -75,6 +75,12 @@ def faults(arguments: Mapping[str, Any]) -> list[str]:
     """What cannot be combined among the given arguments (name -> value), one sentence each."""
     found = [f'--{rule.name} {arguments[rule.name]} {rule.remedy}' for rule in RULES
              if rule.name in arguments and not rule.works(arguments[rule.name])]
+    if arguments.get('quant_bits') and not arguments.get('quant_method'):
+        found.append(f'--quant_bits {arguments["quant_bits"]} does nothing without a method: add --quant_method bnb')
+    if arguments.get('quant_method') and not arguments.get('quant_bits'):
+        found.append(f'--quant_method {arguments["quant_method"]} needs --quant_bits 4')
+    if arguments.get('quant_method') and arguments.get('tuner_type') == 'full':
+        found.append('--tuner_type full cannot train a quantised model: use --tuner_type lora')
     if arguments.get('label_smoothing_factor') and arguments.get('enable_dft_loss'):
         found.append('--label_smoothing_factor and --enable_dft_loss contradict each other: use one of them')
     return found

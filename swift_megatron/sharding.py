@@ -59,8 +59,12 @@ def fused(*parts: Layout) -> Layout:
     return tuple(joined(sum(ranges, ())) for ranges in zip(*parts))
 
 
-def intermediate_layout(size: int, parts: int) -> Layout:
-    """Cut of an MLP's intermediate size: even where it divides, else in multiples of 8 or 1 (kernels like multiples)."""
+def intermediate_layout(size: int, parts: int, block: int = 1) -> Layout:
+    """Cut of an MLP's intermediate size: in whole blocks of a quantised weight where there are enough of them, else even
+    where it divides, else in multiples of 8 or 1 (kernels like multiples).
+    """
+    if block > 1 and size % block == 0 and size // block >= parts:
+        return even_layout(size, parts, block)
     if size % parts == 0:
         return even_layout(size, parts)
     return even_layout(size, parts, 8 if size % 8 == 0 and size // 8 >= parts else 1)
@@ -215,8 +219,9 @@ class ShardSpec:
         return sum(view.numel() for view in self.owned(probe))
 
     @property
-    def num_elements(self) -> int:
-        return math.prod(self.global_shape)
+    def num_local(self) -> int:
+        """Number of elements on this rank."""
+        return math.prod(self.local_shape)
 
 
 def _without(ranges: Ranges, taken: list[Range]) -> Ranges:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..mesh import ParallelMesh
-from ..sharding import spec_of
+from ..sharding import ShardSpec, spec_of
 from .gather import gather_whole, stream_from_stages
 
 UNITS = {'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'TB': 10**12, 'KIB': 2**10, 'MIB': 2**20, 'GIB': 2**30, 'TIB': 2**40}
@@ -47,6 +47,17 @@ def _bins(tensors: Iterator[tuple[str, torch.Tensor]], limit: int) -> Iterator[d
         yield current
 
 
+def _saved(model: nn.Module, mesh: ParallelMesh) -> Iterator[tuple[str, torch.Tensor, ShardSpec]]:
+    """Parameters, tied ones once, and the buffers that belong in a checkpoint, which are whole on every rank."""
+    for name, parameter in model.named_parameters():
+        if spec_of(parameter).tie != 'copy':
+            yield name, parameter, spec_of(parameter)
+    persistent = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            yield name, buffer, mesh.spec(buffer.shape)
+
+
 def save_full_model(model: nn.Module, directory: str, mesh: ParallelMesh, *, max_shard_size: str | int = '5GB') -> None:
     """Writes model.safetensors, or model-0000i-of-0000n.safetensors and an index. Every rank of replica 0 has to call it.
 
@@ -56,8 +67,7 @@ def save_full_model(model: nn.Module, directory: str, mesh: ParallelMesh, *, max
         mesh: The process grid.
         max_shard_size: Largest file, as in '5GB'.
     """
-    wholes = stream_from_stages(((name, gather_whole(parameter, spec_of(parameter), mesh))
-                                 for name, parameter in model.named_parameters() if spec_of(parameter).tie != 'copy'), mesh)
+    wholes = stream_from_stages(((name, gather_whole(tensor, spec, mesh)) for name, tensor, spec in _saved(model, mesh)), mesh)
     if mesh.rank != 0:
         for _ in wholes:
             pass

@@ -10,13 +10,14 @@ numbers do not depend on the layout, and neither do the files.
 
 s = alpha / r. B batch, S sequence, R rank of the adapter, I and O input and output size, /T this rank's part.
 """
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
 from peft.tuners import lora
 from torch import nn
 
+from ..quantization.base import QuantizedWeight
 from ..sharding import ShardSpec, set_records
 from ..tensor_parallel.embedding import VocabParallelEmbedding
 from ..tensor_parallel.linear import ColumnParallelLinear, PartitionedLinear, RowParallelLinear
@@ -65,7 +66,18 @@ class PartitionedLoraLinear(lora.Linear):
             records[f'{factor}.{adapter_name}.weight'] = spec
         set_records(self, records)
 
-    def adapter_output(self, x: torch.Tensor) -> torch.Tensor | None:
+    def merge(self, safe_merge: bool = False, adapter_names: Optional[list[str]] = None) -> None:
+        """Adds the adapters to the base weight, as PEFT does.
+
+        Raises:
+            ValueError: for a quantised base.
+        """
+        if isinstance(self.get_base_layer().weight, QuantizedWeight):
+            raise ValueError('adapters cannot be merged into a quantised base in memory: use swift-megatron export '
+                             '--merge_lora true')
+        super().merge(safe_merge, adapter_names)
+
+    def adapter_output(self, x: torch.Tensor) -> Optional[torch.Tensor]:
         """Sum of the active adapters' products; a partial sum for row-parallel layers. None without active adapters."""
         total = None
         if self.disable_adapters or self.merged:

@@ -3,6 +3,7 @@
 No process ever holds the whole model; modules are built without memory, cut, and filled slice by slice.
 """
 import dataclasses
+import math
 from typing import Optional
 
 import torch
@@ -13,14 +14,18 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from ..mesh import ParallelMesh
 from ..pipeline_parallel.split import StageSplit, split_layers
 from ..pipeline_parallel.stage import AbsentModule, check_passes_hidden_states, final_norm_name
-from ..sharding import RECORDS, record_parameters
+from ..quantization.base import QuantizationConfig, QuantizedWeight, keeps_blocks
+from ..sharding import RECORDS, record_parameters, spec_of
+from .language_modeling import check_head
 from .loading import load_slices
 from .partition import partition_model
+from .plan import REMEDY, PlanError, published_plan
 
 
 def build_model(config: PretrainedConfig, mesh: ParallelMesh, *, directory: Optional[str] = None,
                 dtype: Optional[torch.dtype] = None, device: Optional[torch.device] = None, trust_remote_code: bool = False,
-                chunks: int = 1, layers_by_hand: Optional[str] = None) -> PreTrainedModel:
+                chunks: int = 1, layers_by_hand: Optional[str] = None,
+                quantization: Optional[QuantizationConfig] = None) -> PreTrainedModel:
     """This rank's part of a causal LM, in evaluation mode, with its `stage_split` as an attribute.
 
     Modules of other pipeline stages are still there, on the meta device and without memory, so that adapters are put on
@@ -35,6 +40,8 @@ def build_model(config: PretrainedConfig, mesh: ParallelMesh, *, directory: Opti
         trust_remote_code: Passed on to transformers.
         chunks: Model chunks per pipeline rank (v).
         layers_by_hand: Layers per stage, as in '9,9,8,6'; balanced by cost if None.
+        quantization: How the linears of the decoder's layers are stored; each is quantised as soon as it is read. The head
+            and the embedding stay as they are, as in transformers.
 
     Raises:
         PlanError, StageError: if the model cannot be cut.
@@ -44,11 +51,13 @@ def build_model(config: PretrainedConfig, mesh: ParallelMesh, *, directory: Opti
     with torch.device('meta'):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype, trust_remote_code=trust_remote_code)
     model.stage_split = _split(model, mesh, chunks, layers_by_hand)
-    partition_model(model, mesh)
+    partition_model(model, mesh, 1 if quantization is None else quantization.block_size)
+    check_head(model)
     aliases = untie_stages(model, mesh)
     if directory is not None:
         model.unused_checkpoint_names = load_slices(
-            model, directory, device, skip=foreign_prefixes(model, mesh), aliases=aliases)
+            model, directory, device, skip=foreign_prefixes(model, mesh), aliases=aliases,
+            quantization=quantization)
         fill_buffers(model, device)
         if mesh.pipeline_parallel_size > 1:
             check_passes_hidden_states(model, model.stage_split)
@@ -57,7 +66,10 @@ def build_model(config: PretrainedConfig, mesh: ParallelMesh, *, directory: Opti
 
 def _split(model: PreTrainedModel, mesh: ParallelMesh, chunks: int, by_hand: Optional[str]) -> StageSplit:
     """Layers per stage. The cost of a layer, and of the head, is the size of its matrices: what a token is multiplied with."""
-    layers = getattr(model, model.base_model_prefix).layers
+    layers = getattr(getattr(model, model.base_model_prefix), 'layers', None)
+    if layers is None:
+        published_plan(model)  # the reason, where it knows one
+        raise PlanError(f'the decoder of {type(model).__name__} is not one list of layers, so it cannot be split: {REMEDY}')
     if mesh.pipeline_parallel_size > 1:
         final_norm_name(model)
     return split_layers(
@@ -70,7 +82,8 @@ def _split(model: PreTrainedModel, mesh: ParallelMesh, chunks: int, by_hand: Opt
 
 def matrix_elements(module: nn.Module) -> int:
     """Elements of all matrices below a module."""
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1) + sum(
+        weight.spec.num_local for weight in quantized_weights(module).values())
 
 
 def _module_name(model: nn.Module, module: nn.Module) -> str:
@@ -141,8 +154,11 @@ def _set_child(parent: nn.Module, name: str, child: nn.Module) -> None:
 def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Computes the buffers that no checkpoint holds (rotary frequencies), by the architecture's own initialisation.
 
-    transformers loads models from the meta device itself and recomputes such buffers in `_init_weights`; parameters are
-    flagged as loaded, so that only the buffers change.
+    transformers loads models from the meta device itself and recomputes such buffers in `_init_weights`; what is loaded is
+    flagged, so that only they change.
+
+    Raises:
+        ValueError: if the architecture leaves one without a value.
     """
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor._is_hf_initialized = True
@@ -150,13 +166,50 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
         stale = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
         for name, buffer in stale.items():
             module._buffers[name] = torch.empty_like(buffer, device=device)
+            if buffer.is_floating_point():
+                module._buffers[name].fill_(math.nan)
         if stale:
             model._init_weights(module)
+        unset = [name for name in stale if module._buffers[name].isnan().any()]
+        if unset:
+            raise ValueError(f"buffer '{unset[0]}' of {type(module).__name__} is not in the checkpoint, and the architecture does "
+                             'not compute it: it is not a complete checkpoint of this architecture')
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
                 module._buffers[name] = buffer.to(device)
 
 
-def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters on this rank, tied ones once."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+def quantized_weights(model: nn.Module) -> dict[str, QuantizedWeight]:
+    """The quantised weights of a model by module path."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedWeight)}
+
+
+def owned_elements(model: nn.Module, *, trainable: Optional[bool] = None) -> int:
+    """Weight elements that this rank counts, quantised ones included; summed over a replica's ranks: the whole model's.
+
+    Args:
+        trainable: Only those that are, or are not, trained.
+    """
+    dense = [p for p in model.parameters() if trainable is None or p.requires_grad == trainable]
+    total = sum(spec_of(parameter).num_owned() for parameter in dense)
+    if not trainable:
+        total += sum(weight.spec.num_owned() for weight in quantized_weights(model).values())
+    return total
+
+
+def frozen_bytes(model: nn.Module) -> dict[str, int]:
+    """Bytes of the frozen base on this rank, by format."""
+    sizes: dict[str, int] = {}
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            name = str(parameter.dtype).removeprefix('torch.')
+            sizes[name] = sizes.get(name, 0) + parameter.numel() * parameter.element_size()
+    for weight in quantized_weights(model).values():
+        sizes[weight.config.format] = sizes.get(weight.config.format, 0) + weight.num_bytes
+    return sizes
+
+
+def unlike_one_card(model: nn.Module) -> list[str]:
+    """Quantised weights whose blocks do not lie as in the whole matrix: their values differ from single-card QLoRA's."""
+    return [name for name, weight in quantized_weights(model).items()
+            if not keeps_blocks(weight.spec, weight.config.block_size)]

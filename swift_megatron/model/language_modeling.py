@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from ..mesh import ParallelMesh
 from ..tensor_parallel.cross_entropy import TokenLosses, vocab_parallel_cross_entropy
 from ..tensor_parallel.linear import ColumnParallelLinear
+from .plan import REMEDY, PlanError
 
 LOGITS_BYTES = 256 * 2**20  # float32 logits that are held at a time, on one rank
 
@@ -72,6 +73,21 @@ def local_logits(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     lm = causal_lm(model)
     with _ungathered(lm):
         return _head_only(lm)(inputs_embeds=hidden.unsqueeze(0)).logits.squeeze(0)
+
+
+def check_head(lm: PreTrainedModel) -> None:
+    """Computes logits without memory, on the meta device.
+
+    Raises:
+        PlanError: if the causal LM takes more of its decoder than the hidden states.
+    """
+    hidden = torch.empty(1, lm.config.hidden_size, dtype=lm.dtype, device='meta')
+    try:
+        with torch.no_grad():
+            local_logits(lm, hidden)
+    except AttributeError as error:
+        raise PlanError(f'the head of {type(lm).__name__} needs more of the decoder than its hidden states ({error}), which is '
+                        f'not supported: {REMEDY}') from error
 
 
 def token_losses(model: nn.Module, hidden: torch.Tensor, labels: torch.Tensor, mesh: ParallelMesh, *,

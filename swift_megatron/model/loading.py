@@ -12,7 +12,9 @@ from safetensors import safe_open
 from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from ..quantization.base import QuantizationConfig
 from ..sharding import ShardSpec, spec_of
+from ..tensor_parallel.linear import PartitionedLinear
 
 
 class CheckpointReader:
@@ -70,7 +72,8 @@ def _checkpoint_name(name: str, prefix: str, reader: CheckpointReader) -> Option
 
 
 def load_slices(model: nn.Module, directory: str, device: torch.device, *, skip: tuple[str, ...] = (),
-                aliases: Optional[dict[str, str]] = None) -> list[str]:
+                aliases: Optional[dict[str, str]] = None,
+                quantization: Optional[QuantizationConfig] = None) -> list[str]:
     """Gives every parameter of a partitioned model its slice from the checkpoint, in the parameter's dtype.
 
     Args:
@@ -78,6 +81,7 @@ def load_slices(model: nn.Module, directory: str, device: torch.device, *, skip:
         directory: A Hugging Face checkpoint with safetensors.
         device: Where replaced parameters go.
         skip: Prefixes of parameters that lie on other pipeline stages and are left as they are.
+        quantization: How the linears of the decoder's layers are stored; dense if None.
         aliases: Names under which the checkpoint has a parameter (a tied head).
 
     Returns:
@@ -104,11 +108,31 @@ def load_slices(model: nn.Module, directory: str, device: torch.device, *, skip:
                          'not a complete checkpoint of this architecture')
     for name, parameter in named:
         value = reader.read(sources[name], spec_of(parameter))
-        if parameter.is_meta:
+        owner = model.get_submodule(name.rpartition('.')[0])
+        if quantization is not None and name.startswith(f'{prefix}.layers.') and parameter is getattr(owner, 'weight', None) \
+                and isinstance(owner, PartitionedLinear):
+            owner.quantize(value.to(device=device, dtype=parameter.dtype), quantization)
+        elif parameter.is_meta:
             _replace(model, parameter, value.to(device=device, dtype=parameter.dtype))
         else:
             parameter.data.copy_(value)
-    return sorted(set(reader.names()) - set(sources.values()))
+    used = set(sources.values()) | load_buffers(model, reader, device, skip)
+    return sorted(set(reader.names()) - used)
+
+
+def load_buffers(model: nn.Module, reader: CheckpointReader, device: torch.device, skip: tuple[str, ...]) -> set[str]:
+    """Gives buffers that a checkpoint holds (a layer's scale, constants of an activation) their values; their names in it."""
+    found = set()
+    for name, buffer in list(model.named_buffers()):
+        source = _checkpoint_name(name, getattr(model, 'base_model_prefix', ''), reader)
+        if source is None:
+            continue
+        found.add(source)
+        if not name.startswith(skip):
+            value = reader.read(source, ShardSpec(global_shape=tuple(buffer.shape))).to(device=device, dtype=buffer.dtype)
+            path, _, own = name.rpartition('.')
+            model.get_submodule(path)._buffers[own] = value
+    return found
 
 
 def _replace(model: nn.Module, parameter: nn.Parameter, value: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from ..tensor_parallel.embedding import VocabParallelEmbedding
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import ProjectionRMSNorm
 from ..tensor_parallel.regions import copy_to_tensor_parallel_region
-from .plan import LinearCut, NormCut, PlanError, plan_model
+from .plan import REMEDY, LinearCut, NormCut, PlanError, plan_model
 
 
 class RegionEntry:
@@ -79,24 +79,25 @@ def _partition_embedding(model: PreTrainedModel, layout: Layout, mesh: ParallelM
         factor = getattr(embedding, 'scalar_embed_scale', None)
         if factor is None:
             raise PlanError(f'the token embedding of {type(model).__name__} is a {type(embedding).__name__}, which cannot be '
-                            'split: use --tensor_parallel_size 1')
+                            f'split: {REMEDY}')
         scale = torch.tensor(factor, device='cpu')
     model.set_input_embeddings(VocabParallelEmbedding(
         embedding.num_embeddings, embedding.embedding_dim, layout, mesh, padding_idx=embedding.padding_idx, scale=scale,
         device=embedding.weight.device, dtype=embedding.weight.dtype))
 
 
-def partition_model(model: PreTrainedModel, mesh: ParallelMesh) -> None:
+def partition_model(model: PreTrainedModel, mesh: ParallelMesh, multiple: int = 1) -> None:
     """Replaces, in place, the linears, embeddings and norms of a causal LM by this rank's parts, without values.
 
     Args:
         model: A causal LM on the meta device. Its parameters get the shapes of this rank's slices.
         mesh: The process grid.
+        multiple: Cut MLPs in multiples of this many features where that is possible (blocks of quantised weights).
 
     Raises:
         PlanError: if the model cannot be cut.
     """
-    plan = plan_model(model, mesh.tensor_parallel_size)
+    plan = plan_model(model, mesh.tensor_parallel_size, multiple)
     if getattr(model.config, 'attention_dropout', 0.) and mesh.tensor_parallel_size > 1:
         raise PlanError(f'attention_dropout={model.config.attention_dropout} in config.json is not supported with '
                         'tensor_parallel_size > 1: set it to 0.0')

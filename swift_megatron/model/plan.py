@@ -24,7 +24,10 @@ OTHER_STYLES = {'replicated_with_grad_allreduce', 'embedding_rowwise'}
 QUERY, KEY_VALUE, FUSED_QKV, OUTPUT = {'q_proj'}, {'k_proj', 'v_proj'}, {'qkv_proj'}, {'o_proj', 'dense'}
 FUSED_GATE_UP = {'gate_up_proj'}
 QUERY_NORMS, KEY_NORMS = {'q_norm', 'q_layernorm'}, {'k_norm', 'k_layernorm'}
+ACTIVATIONS = {'act_fn', 'act', 'activation_fn'}
 PROJECTION_RMS_NORMS = {'Olmo2RMSNorm', 'Olmo3RMSNorm'}  # y = (w x / rms(x)) in float32, over the whole projection
+
+REMEDY = 'train this model with plain `swift`'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +77,8 @@ def published_plan(model: PreTrainedModel) -> dict[str, str]:
     name = type(model).__name__
     base_plan = getattr(model.config, 'base_model_tp_plan', None)
     if not base_plan:
-        raise PlanError(f'{name} publishes no tensor-parallel plan, so it cannot be split: use --tensor_parallel_size 1 '
-                        'or an architecture such as llama, qwen2, qwen3, mistral, phi3, gemma2, glm4, olmo2')
+        raise PlanError(f'{name} publishes no tensor-parallel plan, so it cannot be split: {REMEDY}, or '
+                        'use an architecture such as llama, qwen2, qwen3, mistral, phi3, gemma2, glm4, olmo2')
     plan = {f'{model.base_model_prefix}.{pattern}': style for pattern, style in base_plan.items()}
     plan.update(getattr(type(model), '_tp_plan', None) or {})
     foreign = sorted(set(plan.values()) - COLUMN_STYLES - ROW_STYLES - OTHER_STYLES)
@@ -97,13 +100,24 @@ def _styles(model: PreTrainedModel) -> dict[str, str]:
             raise PlanError(f"the plan of {type(model).__name__} names '{pattern}', which matches no module: this release "
                             'of transformers is not supported for it')
         styles.update(dict.fromkeys(matched, style))
+    foreign = [path for path, style in styles.items()
+               if style in COLUMN_STYLES | ROW_STYLES and not isinstance(modules[path], nn.Linear)]
+    if foreign:
+        raise PlanError(f"'{foreign[0]}' of {type(model).__name__} is a {type(modules[foreign[0]]).__name__}, no nn.Linear, so it "
+                        f'is not known how to split it: {REMEDY}')
     layers = f'{model.base_model_prefix}.layers.'
-    unplaced = [path for path, module in modules.items()
-                if path.startswith(layers) and isinstance(module, nn.Linear) and path not in styles]
+    blocks = {path.rpartition('.')[0] for path, style in styles.items() if style in COLUMN_STYLES | ROW_STYLES}
+    unplaced = [path for path, module in modules.items() if path.startswith(layers) and path not in styles
+                and (isinstance(module, nn.Linear) or path.rpartition('.')[0] not in blocks and _holds_matrix(module))]
     if unplaced:
         raise PlanError(f"'{unplaced[0]}' of {type(model).__name__} is in no entry of its tensor-parallel plan, so it is not "
-                        'known how to split it: use --tensor_parallel_size 1')
+                        f'known how to split it: {REMEDY}')
     return styles
+
+
+def _holds_matrix(module: nn.Module) -> bool:
+    """Whether a module has work worth splitting of its own: experts, a convolution, a recurrent layer."""
+    return any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
 
 
 def legal_tensor_sizes(num_heads: int) -> str:
@@ -149,16 +163,13 @@ class _AttentionPlanner:
         for name, child in self.block.named_children():
             if name not in plan.linears and next(child.parameters(), None) is not None:
                 plan.norms[name] = self._norm(name, child)
-        own = [name for name, _ in self.block.named_parameters(recurse=False)]
-        if own:
-            raise PlanError(f"parameter '{self.path}.{own[0]}' cannot be split: this architecture needs "
-                            '--tensor_parallel_size 1')
+        _refuse_own_parameters(self.path, self.block)
         return plan
 
     def _expect(self, name: str, known: bool, size: int, expected: int) -> None:
         if not known or size != expected:
             raise PlanError(f"'{self.path}.{name}' is not a projection of whole heads ({size} features, {expected} expected), "
-                            'so it cannot be split: use --tensor_parallel_size 1')
+                            f'so it cannot be split: {REMEDY}')
 
     def _column(self, name: str, child: nn.Linear) -> Layout:
         query_size, key_value_size = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
@@ -180,8 +191,8 @@ class _AttentionPlanner:
         elif name in KEY_NORMS:
             heads, layout, elements = self.num_key_value_heads, self.heads.key_value, self.key_value
         else:
-            raise PlanError(f"'{self.path}.{name}' ({type(child).__name__}) is not known, so it cannot be split: use "
-                            '--tensor_parallel_size 1')
+            raise PlanError(f"'{self.path}.{name}' ({type(child).__name__}) is not known, so it cannot be split: "
+                            f'{REMEDY}')
         if shapes == {(self.head_dim, )}:
             return NormCut()
         if shapes == {(heads, self.head_dim)}:
@@ -189,10 +200,22 @@ class _AttentionPlanner:
         if shapes == {(heads * self.head_dim, )} and type(child).__name__ in PROJECTION_RMS_NORMS:
             return NormCut(axis=0, layout=elements, over_projection=True)
         raise PlanError(f"'{self.path}.{name}' ({type(child).__name__}, shapes {sorted(shapes)}) is not known, so it cannot "
-                        'be split: use --tensor_parallel_size 1')
+                        f'be split: {REMEDY}')
 
 
-def _mlp_plan(path: str, block: nn.Module, styles: dict[str, str], size: int) -> BlockPlan:
+def _refuse_own_parameters(path: str, block: nn.Module) -> None:
+    for name, _ in block.named_parameters(recurse=False):
+        raise PlanError(f"parameter '{path}.{name}' is in no linear, so it is not known how to split it: {REMEDY}")
+
+
+def _activation(path: str, name: str, child: nn.Module, gathers: bool) -> NormCut:
+    """A learned activation with numbers for all features (xIELU): whole; each rank sees its features, unless they are gathered."""
+    if name in ACTIVATIONS and all(parameter.numel() == 1 for parameter in child.parameters()):
+        return NormCut(partial=not gathers)
+    raise PlanError(f"'{path}.{name}' ({type(child).__name__}) is not known, so it cannot be split: {REMEDY}")
+
+
+def _mlp_plan(path: str, block: nn.Module, styles: dict[str, str], size: int, multiple: int) -> BlockPlan:
     """Cuts of an MLP along its intermediate size; blocks of unknown shape gather and split as their plan says."""
     plan = BlockPlan()
     widths = {getattr(block, name).in_features for name, style in styles.items() if style in ROW_STYLES}
@@ -200,36 +223,42 @@ def _mlp_plan(path: str, block: nn.Module, styles: dict[str, str], size: int) ->
     for name, style in styles.items():
         child = getattr(block, name)
         if style in ROW_STYLES:
-            plan.linears[name] = LinearCut(kind='row', layout=_cut_intermediate(path, child.in_features, size))
+            plan.linears[name] = LinearCut(kind='row', layout=_cut_intermediate(path, child.in_features, size, multiple))
         elif child.out_features == inner and style == 'colwise':
-            plan.linears[name] = LinearCut(kind='column', layout=_cut_intermediate(path, inner, size))
+            plan.linears[name] = LinearCut(kind='column', layout=_cut_intermediate(path, inner, size, multiple))
         elif inner and child.out_features == 2 * inner and (name in FUSED_GATE_UP or style == 'packed_colwise'):
-            half = _cut_intermediate(path, inner, size)
+            half = _cut_intermediate(path, inner, size, multiple)
             plan.linears[name] = LinearCut(kind='column', layout=fused(half, scaled(half, 1, inner)))
         elif style == 'colwise_gather_output':
             plan.linears[name] = LinearCut(kind='column_gather', layout=even_layout(child.out_features, size))
         else:
             raise PlanError(f"'{path}.{name}' has {child.out_features} outputs, but the block's output projection takes "
-                            f'{inner}, so it is not known how to split it: use --tensor_parallel_size 1')
-    if any(cut.kind == 'column_gather' for cut in plan.linears.values()):
+                            f'{inner}, so it is not known how to split it: {REMEDY}')
+    gathers = any(cut.kind == 'column_gather' for cut in plan.linears.values())
+    for name, child in block.named_children():
+        if name not in plan.linears and next(child.parameters(), None) is not None:
+            plan.norms[name] = _activation(path, name, child, gathers)
+    _refuse_own_parameters(path, block)
+    if gathers:
         plan.linears = {name: LinearCut(kind='row_split', layout=cut.layout) if cut.kind == 'row' else cut
                         for name, cut in plan.linears.items()}
     return plan
 
 
-def _cut_intermediate(path: str, features: int, size: int) -> Layout:
+def _cut_intermediate(path: str, features: int, size: int, multiple: int) -> Layout:
     if size > features:
         raise PlanError(f"tensor_parallel_size={size} is more than the {features} features of '{path}': legal values are "
                         f'1 to {features}')
-    return intermediate_layout(features, size)
+    return intermediate_layout(features, size, multiple)
 
 
-def plan_model(model: PreTrainedModel, size: int) -> ModelPlan:
+def plan_model(model: PreTrainedModel, size: int, multiple: int = 1) -> ModelPlan:
     """Where every module of a causal LM is cut for `size` tensor-parallel ranks.
 
     Args:
         model: The unsharded model; may be on the meta device.
         size: T.
+        multiple: Cut MLPs in multiples of this many features where that is possible (blocks of quantised weights).
 
     Raises:
         PlanError: if something cannot be cut, with the reason and what to type instead.
@@ -243,15 +272,18 @@ def plan_model(model: PreTrainedModel, size: int) -> ModelPlan:
             parent, _, name = path.rpartition('.')
             styles_by_block.setdefault(parent, {})[name] = style
     if head_name is None:
-        raise PlanError(f'the plan of {type(model).__name__} does not name its output head, so it cannot be split: use '
-                        '--tensor_parallel_size 1')
+        raise PlanError(f'the plan of {type(model).__name__} does not name its output head, so it cannot be split: '
+                        f'{REMEDY}')
     blocks = {}
     for path, styles in styles_by_block.items():
         block = model.get_submodule(path)
         if hasattr(block, 'head_dim'):
             blocks[path] = _AttentionPlanner(path, block, model.config, size).plan(styles)
+        elif (QUERY | KEY_VALUE | FUSED_QKV) & set(styles):
+            raise PlanError(f"'{path}' ({type(block).__name__}) does not say its head size, so it is not known where to split "
+                            f'it: {REMEDY}')
         else:
-            blocks[path] = _mlp_plan(path, block, styles, size)
+            blocks[path] = _mlp_plan(path, block, styles, size, multiple)
     vocabulary = model.get_input_embeddings().num_embeddings
     if size > vocabulary:
         raise PlanError(f'tensor_parallel_size={size} is more than the vocabulary of {vocabulary}')

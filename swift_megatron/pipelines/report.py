@@ -6,7 +6,7 @@ from torch import nn
 
 from ..config import ParallelFields
 from ..mesh import ParallelMesh
-from ..model.build import matrix_elements
+from ..model.build import frozen_bytes, matrix_elements
 from ..model.language_modeling import causal_lm
 from ..pipeline_parallel.split import bubble, micro_batches_for_bubble
 
@@ -14,8 +14,8 @@ MIB = 2**20
 IDLE_LIMIT = 0.2  # of a step, above which the report says which number of micro-batches would help
 
 
-def _bytes(model: nn.Module, trainable: bool) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad == trainable)
+def _trainable_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
 def _own_share(model: nn.Module, mesh: ParallelMesh) -> dict[str, Any]:
@@ -28,8 +28,8 @@ def _own_share(model: nn.Module, mesh: ParallelMesh) -> dict[str, Any]:
         'rank': mesh.rank,
         'stage': rank,
         'layers': [f'{chunk[0]}-{chunk[-1]}' for chunk in map(split.layers, split.stages_of(rank))],
-        'frozen': _bytes(model, trainable=False),
-        'trainable': _bytes(model, trainable=True),
+        'frozen': frozen_bytes(model),
+        'trainable': _trainable_bytes(model),
         'work': matrix_elements(lm) - (0 if tied else embedding),
     }
 
@@ -67,10 +67,11 @@ def layout_report(config: ParallelFields, model: nn.Module, mesh: ParallelMesh, 
     total_work = sum(share['work'] for share in first_replica)
     for stage in range(p):
         ranks = [share for share in first_replica if share['stage'] == stage]
-        largest = max(ranks, key=lambda share: share['frozen'] + share['trainable'])
+        largest = max(ranks, key=lambda share: sum(share['frozen'].values()) + share['trainable'])
         work = 100 * sum(share['work'] for share in ranks) / total_work
-        lines.append(f'stage {stage}: layers {", ".join(largest["layers"])}; {work:.0f} % of the products; per rank '
-                     f'{largest["frozen"] / MIB:.1f} MiB frozen + {largest["trainable"] / MIB:.1f} MiB trainable parameters')
+        formats = ' + '.join(f'{size / MIB:.1f} MiB {name}' for name, size in largest['frozen'].items())
+        lines.append(f'stage {stage}: layers {", ".join(largest["layers"])}; {work:.0f} % of the products; per rank frozen '
+                     f'{formats or "0 MiB"}, trainable {largest["trainable"] / MIB:.1f} MiB')
     return lines + _pipeline_lines(p, m, config.virtual_pipeline_size)
 
 

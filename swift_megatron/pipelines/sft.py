@@ -16,8 +16,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..arguments import PretrainConfig, TrainerConfig, own_trainer_classes, parse_arguments
 from ..lora.inject import add_lora, load_lora
 from ..mesh import ParallelMesh
-from ..model.build import build_model, keep_own_stages
-from ..sharding import record_parameters, spec_of
+from ..model.build import build_model, keep_own_stages, owned_elements, unlike_one_card
+from ..quantization.base import QuantizationConfig
+from ..sharding import record_parameters
 from .report import layout_report
 
 logger = get_logger()
@@ -29,7 +30,12 @@ def load_partitioned(config: TrainerConfig, mesh: ParallelMesh) -> tuple[PreTrai
     model_info = processor.model_info
     model = build_model(model_info.config, mesh, directory=model_info.model_dir, dtype=model_info.torch_dtype,
                         device=torch.device(get_current_device()), trust_remote_code=True,
-                        chunks=config.virtual_pipeline_size, layers_by_hand=config.pipeline_layers)
+                        chunks=config.virtual_pipeline_size, layers_by_hand=config.pipeline_layers,
+                        quantization=quantization_config(config))
+    differing = unlike_one_card(model)
+    if differing:
+        logger.warning(f'{len(differing)} quantised weights, such as {differing[0]}, are cut through blocks of 64 values: they '
+                       'are quantised after the cut, and differ from those of QLoRA on one card by quantisation error.')
     for name in model.unused_checkpoint_names[:3]:
         logger.warning(f"'{name}' in the checkpoint has no place in the model and was not read.")
     model.model_info, model.model_meta, model.model_dir = model_info, processor.model_meta, model_info.model_dir
@@ -37,6 +43,14 @@ def load_partitioned(config: TrainerConfig, mesh: ParallelMesh) -> tuple[PreTrai
         model.generation_config = GenerationConfig.from_pretrained(model.model_dir)
     HfConfigFactory.set_config_attr(model.config, 'pad_token_id', processor.pad_token_id)
     return model, processor
+
+
+def quantization_config(config: TrainerConfig) -> Optional[QuantizationConfig]:
+    """How frozen linears are stored; None for dense ones."""
+    if config.quant_method is None:
+        return None
+    return QuantizationConfig(format=config.bnb_4bit_quant_type, double=config.bnb_4bit_use_double_quant,
+                              compute_dtype=config.bnb_4bit_compute_dtype)
 
 
 def create_mesh(config: TrainerConfig) -> ParallelMesh:
@@ -80,8 +94,7 @@ def with_adapters(config: TrainerConfig, model: PreTrainedModel, mesh: ParallelM
 
 def count_parameters(model: nn.Module, mesh: ParallelMesh) -> tuple[int, int]:
     """Parameters and trainable parameters of the whole model, each element once."""
-    counts = torch.tensor([sum(spec_of(p).num_owned() for p in model.parameters()),
-                           sum(spec_of(p).num_owned() for p in model.parameters() if p.requires_grad)])
+    counts = torch.tensor([owned_elements(model), owned_elements(model, trainable=True)])
     for group in (mesh.tensor_group, mesh.pipeline_group):
         if group is not None:
             counts = counts.to(get_current_device())

@@ -12,11 +12,11 @@ B batch, S sequence, I input, O output size of the whole layer, /T this rank's p
 from typing import Optional
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..mesh import ParallelMesh
-from ..sharding import Layout, ShardSpec, set_records
+from ..quantization.base import QuantizationConfig, product, quantize
+from ..sharding import RECORDS, Layout, ShardSpec, set_records
 from .regions import (copy_to_tensor_parallel_region, gather_from_tensor_parallel_region,
                       reduce_from_tensor_parallel_region, scatter_to_tensor_parallel_region)
 
@@ -52,9 +52,15 @@ class PartitionedLinear(nn.Module):
     def _bias_spec(self) -> ShardSpec:
         raise NotImplementedError
 
+    def quantize(self, weight: torch.Tensor, config: QuantizationConfig) -> None:
+        """Holds this rank's slice `weight` (out_features, in_features) in a quantised format from now on, frozen."""
+        spec = getattr(self, RECORDS)['weight']
+        del self._parameters['weight']
+        self.weight = quantize(weight, spec, config)
+
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """X W_i^T without the bias. (B, S, in_features) -> (B, S, out_features)"""
-        return F.linear(x, self.weight)
+        return product(x, self.weight)
 
     def extra_repr(self) -> str:
         return (f'in_features={self.in_features}/{self.global_in_features}, '
@@ -81,7 +87,7 @@ class ColumnParallelLinear(PartitionedLinear):
 
     def local_output(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of the output. (B, S, I) -> (B, S, O/T)"""
-        return F.linear(x, self.weight, self.bias)
+        return product(x, self.weight, self.bias)
 
     def finish(self, y: torch.Tensor) -> torch.Tensor:
         """What follows once all contributions are in `y`. (B, S, O/T) -> (B, S, O/T or O)"""

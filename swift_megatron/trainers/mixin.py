@@ -25,7 +25,7 @@ from ..checkpoint.gather import gather_from_stages, gather_whole
 from ..checkpoint.layout import optimizer_file, write_layout
 from ..lora.inject import reload_lora
 from ..mesh import ParallelMesh
-from ..model.build import tied_aliases
+from ..model.build import owned_elements, tied_aliases
 from ..model.language_modeling import causal_lm
 from ..model.loading import load_slices
 from ..optim.gradients import (agree_on_overflow, average_over_replicas, clip_gradients, gradient_norm,
@@ -187,8 +187,8 @@ class ParallelTrainerMixin:
     def floating_point_ops(self, inputs: dict) -> float:
         """This rank's share of the whole model's operations; the Trainer adds up the ranks. 6 N per token, as in transformers."""
         lm = causal_lm(self.model)
-        embeddings = {f'{name}.weight' for name, module in lm.named_modules() if isinstance(module, nn.Embedding)}
-        owned = sum(spec_of(p).num_owned() for name, p in lm.named_parameters() if name not in embeddings)
+        embeddings = [module.weight for module in lm.modules() if isinstance(module, nn.Embedding)]
+        owned = owned_elements(lm) - sum(spec_of(weight).num_owned() for weight in embeddings)
         return 6 * inputs['input_ids'].numel() * owned
 
     # ---- Saving ----
@@ -332,7 +332,7 @@ class ParallelTrainerMixin:
         if checkpoint is None or self.args.resume_only_model:
             return
         file = os.path.join(checkpoint, optimizer_file(self.mesh.tensor_rank, self.mesh.pipeline_rank))
-        self.optimizer.load_state_dict(torch.load(file, map_location=self.args.device, weights_only=True))
+        self.optimizer.load_state_dict(torch.load(file, map_location='cpu', weights_only=True))
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _load_rng_state(self, checkpoint: Optional[str]) -> None:
