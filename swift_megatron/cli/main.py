@@ -12,11 +12,15 @@ from .. import compatibility
 from ..config import ConfigError, read_model_config
 from .flags import describe_fields, expand_file, parallel_fields, read_values
 
-METHODS = {'sft': 'supervised fine-tuning', 'pt': 'pre-training'}
+TRAINING = {'sft': 'supervised fine-tuning', 'pt': 'pre-training'}
+METHODS = {**TRAINING, 'export': 'merging an adapter into its base'}
 USAGE = f"""usage: swift-megatron {{{'|'.join(METHODS)}}} [FILE.yaml|FILE.json] [--name value ...]
 
 Runs ms-swift's trainers on models that are split over processes. All arguments of `swift sft` / `swift pt` keep their
 names and meanings; `swift-megatron sft --help` lists them after the parallel fields.
+
+swift-megatron export --merge_lora true --adapters CHECKPOINT [--model DIR] [--output_dir DIR]
+                      [--merge_into checkpoint|dequantized]
 """
 
 
@@ -69,11 +73,8 @@ def _torchrun(arguments: list[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode != 2:
-            sys.stderr.write(f'swift-megatron: rank {failure.global_rank(rank)} failed first, with exit status '
-                             f'{failure.exitcode}; the others were stopped.\n'
-                             if callable(getattr(failure, 'global_rank', None)) else
-                             f'swift-megatron: local rank {failure.local_rank} failed first, with exit status '
-                             f'{failure.exitcode}; the others were stopped.\n')
+            sys.stderr.write(f'swift-megatron: rank {rank} failed first, with exit status {failure.exitcode}; the others were '
+                             'stopped. Its traceback stands above.\n')
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0
 
@@ -98,6 +99,14 @@ def start(method: str, argv: list[str]) -> int:
     return _torchrun([*options, '-m', 'swift_megatron.cli.worker', method, *flags])
 
 
+def export(argv: list[str]) -> int:
+    """Runs `export` in this process; the exit status."""
+    from ..pipelines.export import ExportConfig, export_main
+    for line in export_main(ExportConfig.from_values(read_values(expand_file(argv)))):
+        sys.stdout.write(f'{line}\n')
+    return 0
+
+
 def main(argv: Optional[list[str]] = None) -> NoReturn:
     """The console script."""
     argv = sys.argv[1:] if argv is None else argv
@@ -108,6 +117,11 @@ def main(argv: Optional[list[str]] = None) -> NoReturn:
     try:
         if method not in METHODS:
             raise ConfigError([f"there is no command '{method}': use {' or '.join(METHODS)}"])
+        if method == 'export':
+            if '-h' in rest or '--help' in rest:
+                sys.stdout.write(USAGE)
+                sys.exit(0)
+            sys.exit(export(rest))
         if '-h' in rest or '--help' in rest:
             sys.stdout.write(f'{USAGE}\n{describe_fields()}\n\nAll other arguments, from ms-swift:\n\n')
             sys.stdout.flush()

@@ -66,7 +66,7 @@ def build_model(config: PretrainedConfig, mesh: ParallelMesh, *, directory: Opti
 
 def _split(model: PreTrainedModel, mesh: ParallelMesh, chunks: int, by_hand: Optional[str]) -> StageSplit:
     """Layers per stage. The cost of a layer, and of the head, is the size of its matrices: what a token is multiplied with."""
-    layers = getattr(getattr(model, model.base_model_prefix), 'layers', None)
+    layers = getattr(getattr(model, model.base_model_prefix, None), 'layers', None)
     if layers is None:
         published_plan(model)  # the reason, where it knows one
         raise PlanError(f'the decoder of {type(model).__name__} is not one list of layers, so it cannot be split: {REMEDY}')

@@ -1,6 +1,8 @@
 """What a run tells at its start: how the model lies on the processes, what a step is, and how much of it is idle."""
+import resource
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -87,3 +89,42 @@ def _pipeline_lines(p: int, m: int, v: int) -> list[str]:
         lines.append(f'warning: the bubble is above {100 * IDLE_LIMIT:.0f} %: --num_micro_batches '
                      f'{micro_batches_for_bubble(p, IDLE_LIMIT, v)} brings it down to that')
     return lines
+
+
+def memory_report(model: nn.Module, optimizer: Any, mesh: ParallelMesh) -> list[str]:
+    """Bytes at the end of a run: the largest rank, and what one card would hold. Every process has to call it.
+
+    Args:
+        model: This rank's model, with its adapters.
+        optimizer: Its optimizer, or accelerate's wrapper of it.
+        mesh: The process grid.
+    """
+    own = {
+        **frozen_bytes(model),
+        'trainable': _trainable_bytes(model),
+        'optimizer': sum(value.numel() * value.element_size() for state in optimizer.state.values()
+                         for value in state.values() if hasattr(value, 'numel')),
+    }
+    peak = _peak_bytes()
+    shares = [(own, peak)]
+    if dist.is_initialized():
+        shares = [({}, 0) for _ in range(dist.get_world_size())]
+        dist.all_gather_object(shares, (own, peak))
+    first_replica = [share for rank, share in enumerate(shares)
+                     if rank // mesh.tensor_parallel_size % mesh.data_parallel_size == 0]
+    names = list(dict.fromkeys(name for share, _ in first_replica for name in share))
+    largest = {name: max(share.get(name, 0) for share, _ in first_replica) for name in names}
+    together = {name: sum(share.get(name, 0) for share, _ in first_replica) for name in names}
+    lines = ['memory, largest rank: ' + ', '.join(f'{name} {size / MIB:.1f} MiB' for name, size in largest.items())
+             + f'; peak {max(peak for _, peak in shares) / MIB:.0f} MiB ({"device" if torch.cuda.is_available() else "process"})']
+    if mesh.model_parallel_size > 1:
+        lines.append('memory, one card would hold at most: '
+                     + ', '.join(f'{name} {size / MIB:.1f} MiB' for name, size in together.items()))
+    return lines
+
+
+def _peak_bytes() -> int:
+    """Peak memory of the device, or of the process on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

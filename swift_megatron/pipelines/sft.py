@@ -19,7 +19,7 @@ from ..mesh import ParallelMesh
 from ..model.build import build_model, keep_own_stages, owned_elements, unlike_one_card
 from ..quantization.base import QuantizationConfig
 from ..sharding import record_parameters
-from .report import layout_report
+from .report import layout_report, memory_report
 
 logger = get_logger()
 
@@ -139,7 +139,10 @@ class PartitionedPipeline:
         logger.info(f"whole model: {self.train_msg['model_parameter_info']}")
         for line in layout_report(self.args, self.model, self.mesh, trainer.train_dataset):
             logger.info(line)
-        return super().train(trainer)
+        result = super().train(trainer)
+        for line in memory_report(self.model, trainer.optimizer, self.mesh):
+            logger.info(line)
+        return result
 
     def run(self) -> dict[str, Any]:
         with own_trainer_classes():
