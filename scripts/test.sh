@@ -11,7 +11,7 @@ the arguments select, for instance: scripts/test.sh -m 'not slow'
 
 Environment:
   VENV    the environment to make and use (default: .venv in the repository)
-  PYTHON  the Python that makes it (default: the first of 3.11, 3.12, 3.10 found)
+  PYTHON  the Python that makes it (default: the first of 3.11, 3.12 found)
   WORK    where the model and the data go (default: work in the repository)
 EOF
 }
