@@ -2,7 +2,7 @@
 # What quickstart.sh and test.sh share: the Python environment, the model and the data. Sourced, never run.
 #
 #   VENV    the environment to make and use                                     (default: .venv in the repository)
-#   PYTHON  the Python, 3.10 to 3.12, that makes it                             (default: the first found)
+#   PYTHON  the Python, 3.11 or 3.12, that makes it                             (default: the first found)
 #   WORK    where models, data, downloads and the outputs of runs go            (default: work in the repository)
 
 ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -29,7 +29,7 @@ say() {
 # Prints the first Python on this machine that the package supports.
 find_python() {
     local candidate
-    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.10 python3; do
+    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3; do
         if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then
             printf '%s\n' "$candidate"
             return
@@ -38,7 +38,7 @@ find_python() {
             break
         fi
     done
-    printf 'No Python 3.10, 3.11 or 3.12 found (PYTHON=%s)\n' "${PYTHON:-}" >&2
+    printf 'No Python 3.11 or 3.12 found (PYTHON=%s)\n' "${PYTHON:-}" >&2
     return 1
 }
 

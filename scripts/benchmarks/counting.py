@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swift_megatron.model.language_modeling import causal_lm
 
-NOT_COUNTED = ('wait_tensor', 'barrier')
+NOT_COUNTED = ('wait_tensor', 'wrap_tensor_autograd', 'barrier')
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -6,6 +6,7 @@ are ms-swift's variables for several nodes. Under torchrun (RANK is set) this pr
 import os
 import socket
 import sys
+import time
 from typing import NoReturn, Optional
 
 from .. import compatibility
@@ -25,11 +26,13 @@ swift-megatron export --merge_lora true --adapters CHECKPOINT [--model DIR] [--o
 
 
 def fail(error: ConfigError) -> NoReturn:
-    """One sentence for each fault, on the first process only, and exit status 2."""
-    if os.environ.get('RANK', '0') == '0':
-        for fault in error.faults:
-            sys.stderr.write(f'swift-megatron: error: {fault}\n')
-        sys.stderr.flush()
+    """One sentence for each fault, from the first process of the node alone, and exit status 2."""
+    if os.environ.get('LOCAL_RANK', '0') != '0':
+        time.sleep(30)  # the launcher stops everyone when the first process ends: let the first one speak
+        sys.exit(2)
+    for fault in error.faults:
+        sys.stderr.write(f'swift-megatron: error: {fault}\n')
+    sys.stderr.flush()
     sys.exit(2)
 
 

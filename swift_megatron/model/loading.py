@@ -46,7 +46,7 @@ class CheckpointReader:
         return list(self.file_of)
 
     def read(self, name: str, spec: ShardSpec) -> torch.Tensor:
-        """This rank's slice of a tensor, on the CPU, in the file's dtype.
+        """This rank's slice of a tensor, on the CPU, in the file's dtype and in memory of its own.
 
         Raises:
             ValueError: if the file's tensor has another shape than the model's.
@@ -56,11 +56,11 @@ class CheckpointReader:
             if tuple(view.get_shape()) != spec.global_shape:
                 raise ValueError(f"'{name}' has shape {tuple(view.get_shape())} in '{self.directory}', but the model's config "
                                  f'makes it {spec.global_shape}: config.json and weights do not belong together')
+            # What safetensors returns are views of the mapped file, of rows that lie apart where the second axis is cut.
             if spec.axis is None:
-                return view[:] if spec.global_shape else file.get_tensor(name)
+                return (view[:] if spec.global_shape else file.get_tensor(name)).clone()
             index = (slice(None), ) * spec.axis
-            parts = [view[(*index, slice(start, stop))] for start, stop in spec.ranges]
-            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=spec.axis)
+            return torch.cat([view[(*index, slice(start, stop))] for start, stop in spec.ranges], dim=spec.axis)
 
 
 def _checkpoint_name(name: str, prefix: str, reader: CheckpointReader) -> Optional[str]:

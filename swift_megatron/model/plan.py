@@ -97,8 +97,8 @@ def _styles(model: PreTrainedModel) -> dict[str, str]:
         expression = re.compile(re.escape(pattern).replace(r'\*', r'\d+'))
         matched = [path for path in modules if expression.fullmatch(path)]
         if not matched and style != 'replicated_with_grad_allreduce':
-            raise PlanError(f"the plan of {type(model).__name__} names '{pattern}', which matches no module: this release "
-                            'of transformers is not supported for it')
+            raise PlanError(f"the plan of {type(model).__name__} names '{pattern}', which matches no module, so it is not "
+                            f'known how to split it: {REMEDY}')
         styles.update(dict.fromkeys(matched, style))
     foreign = [path for path, style in styles.items()
                if style in COLUMN_STYLES | ROW_STYLES and not isinstance(modules[path], nn.Linear)]
@@ -286,5 +286,6 @@ def plan_model(model: PreTrainedModel, size: int, multiple: int = 1) -> ModelPla
             blocks[path] = _mlp_plan(path, block, styles, size, multiple)
     vocabulary = model.get_input_embeddings().num_embeddings
     if size > vocabulary:
-        raise PlanError(f'tensor_parallel_size={size} is more than the vocabulary of {vocabulary}')
+        raise PlanError(f'tensor_parallel_size={size} is more than the vocabulary of {vocabulary}: legal values are 1 to '
+                        f'{vocabulary}')
     return ModelPlan(blocks=blocks, vocabulary=even_layout(vocabulary, size))

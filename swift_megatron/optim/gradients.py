@@ -99,13 +99,18 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float, no
         torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.).to(gradients[0].device))
 
 
-def agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, mesh: ParallelMesh) -> None:
+def agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, mesh: ParallelMesh,
+                      device: torch.device) -> None:
     """Makes an infinite gradient on one rank an infinite gradient on all, so that all skip the step and lower the scale.
 
-    To be called between the scaler's `unscale_` and `step`.
+    To be called between the scaler's `unscale_` and `step`. A stage without gradients takes part.
     """
     found = scaler._per_optimizer_states[id(optimizer)]['found_inf_per_device']
-    for flag in found.values():
-        for group in (mesh.tensor_group, mesh.data_group, mesh.pipeline_group):
-            if group is not None:
-                dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    flag = torch.zeros((), device=device)
+    for own in found.values():
+        flag = torch.maximum(flag, own.to(device))
+    for group in (mesh.tensor_group, mesh.data_group, mesh.pipeline_group):
+        if group is not None:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    for key in found or [device]:
+        found[key] = flag.to(key).reshape(())

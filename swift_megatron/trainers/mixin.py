@@ -174,7 +174,7 @@ class ParallelTrainerMixin:
         """The norm of the whole gradient, before clipping. A norm that is not a number drops the step, as in ms-swift."""
         self.accelerator.unscale_gradients()
         if self.accelerator.scaler is not None:
-            agree_on_overflow(self.accelerator.scaler, self.optimizer.optimizer, self.mesh)
+            agree_on_overflow(self.accelerator.scaler, self.optimizer.optimizer, self.mesh, self.args.device)
         parameters = [p for p in model.parameters() if p.requires_grad]
         norm = gradient_norm(parameters, self.mesh)
         if norm.isnan():
