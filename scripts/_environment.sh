@@ -30,7 +30,7 @@ say() {
 find_python() {
     local candidate
     for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3; do
-        if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then
+        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then
             printf '%s\n' "$candidate"
             return
         fi
