@@ -50,7 +50,7 @@ RULES = (
          'false or gaussian'),
     Rule('target_parameters', _off, '(adapters on bare parameters) is not supported: use --target_modules'),
     Rule('quant_method', _one_of('bnb'), 'is not supported: use --quant_method bnb --quant_bits 4'),
-    Rule('quant_bits', _one_of(4), 'is not supported: use --quant_method bnb --quant_bits 4'),
+    Rule('quant_bits', _one_of(4, 8), 'is not supported: use --quant_method bnb with --quant_bits 4 or 8'),
     Rule('new_special_tokens', _off, 'changes the vocabulary after loading: add the tokens to the model folder first'),
     Rule('init_strategy', _off, 'is not supported: load a complete checkpoint'),
     Rule('freeze_parameters_ratio', _off, 'counts parameters on one process: use --freeze_parameters with names'),

@@ -71,9 +71,11 @@ class ParallelFields:
             for name in ('tensor_parallel_size', 'pipeline_parallel_size', 'num_micro_batches', 'virtual_pipeline_size')
             if (value := getattr(self, name)) is not None and not _is_count(value)
         ]
-        if faults:
+        countable = not faults
+        faults += self._not_available()
+        if not countable:
             return faults
-        faults += self._not_available() + self._pipeline_faults()
+        faults += self._pipeline_faults()
         t, p = self.tensor_parallel_size, self.pipeline_parallel_size
         if num_processes % (t * p):
             faults.append(f'{num_processes} processes are no multiple of tensor_parallel_size x pipeline_parallel_size = '
@@ -150,13 +152,14 @@ def _multiples(size: int, near: int) -> str:
     return ' or '.join(str(n) for n in (lower, lower + size) if n)
 
 
-def read_model_config(model: Optional[str]) -> Optional[dict[str, Any]]:
-    """The config.json of a local model directory, None for hub names and unreadable files (found out later)."""
-    path = os.path.join(os.path.expanduser(model or ''), 'config.json')
-    if not model or not os.path.isfile(path):
+def read_model_config(model: Any) -> Optional[dict[str, Any]]:
+    """The config.json of a local model directory, None for all else: hub names, unreadable files (found out later)."""
+    path = os.path.join(os.path.expanduser(model), 'config.json') if model and isinstance(model, str) else ''
+    if not os.path.isfile(path):
         return None
     try:
         with open(path, encoding='utf-8') as file:
-            return json.load(file)
-    except (OSError, json.JSONDecodeError):
+            content = json.load(file)
+    except (OSError, ValueError):
         return None
+    return content if isinstance(content, dict) else None

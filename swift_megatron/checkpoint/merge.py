@@ -90,10 +90,11 @@ def _is_quantised(name: str) -> bool:
 
 
 def _merged(name: str, tensor: torch.Tensor, adapter: Adapter, base: Optional[QuantizationConfig]) -> torch.Tensor:
+    alone = ParallelMesh()
     if name in adapter.replaced:
         tensor = adapter.replaced[name].to(tensor.dtype)
     elif base is not None and tensor.ndim == 2 and _is_quantised(name):
-        tensor = quantize(tensor.float(), ParallelMesh().spec(tensor.shape), base).dequantized().to(tensor.dtype)
+        tensor = quantize(tensor.float(), alone.spec(tensor.shape), base, alone).dequantized().to(tensor.dtype)
     delta = adapter.deltas.get(name)
     return tensor if delta is None else (tensor.float() + delta()).to(tensor.dtype)
 

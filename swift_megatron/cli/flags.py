@@ -23,12 +23,15 @@ def expand_file(argv: list[str]) -> list[str]:
     try:
         with open(path, encoding='utf-8') as file:
             content = json.load(file) if path.endswith('.json') else yaml.safe_load(file)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:  # no JSON, no YAML, no UTF-8
         raise ConfigError([f"'{path}' cannot be read: {error}".replace('\n', ' ')]) from error
     if not isinstance(content, dict):
         raise ConfigError([f"'{path}' has to hold 'name: value' lines, one for each argument"])
     os.environ['SWIFT_CONFIG_FILE'] = path
-    for name, value in (content.pop('ENV', None) or {}).items():
+    variables = content.pop('ENV', None) or {}
+    if not isinstance(variables, dict):
+        raise ConfigError([f"ENV in '{path}' has to hold 'NAME: value' lines, one for each variable"])
+    for name, value in variables.items():
         os.environ.setdefault(name, str(value))
     flags: list[str] = []
     for name, value in content.items():

@@ -36,6 +36,10 @@ def fail(error: ConfigError) -> NoReturn:
     sys.exit(2)
 
 
+def _is_count(text: str) -> bool:
+    return text.isdigit() and int(text) > 0
+
+
 def check_flags(argv: list[str], nodes: int) -> int:
     """Checks the flags and returns the number of processes for this node.
 
@@ -45,13 +49,15 @@ def check_flags(argv: list[str], nodes: int) -> int:
     values = read_values(argv)
     fields = parallel_fields(values)
     given = os.environ.get('NPROC_PER_NODE')
-    if given is not None and not (given.isdigit() and int(given) > 0):
-        raise ConfigError([f'NPROC_PER_NODE={given} has to be a whole number of at least 1'])
+    faults = []
+    if given is not None and not _is_count(given):
+        faults.append(f'NPROC_PER_NODE={given} has to be a whole number of at least 1')
+        given = None
     try:
         local = int(given) if given else max(1, -(-fields.model_parallel_size // nodes))
     except TypeError:  # a size that is no number, reported below
         local = 1
-    faults = fields.faults(local * nodes, read_model_config(values.get('model') or values.get('model_id')))
+    faults += fields.faults(local * nodes, read_model_config(values.get('model') or values.get('model_id')))
     faults += compatibility.faults(values)
     if faults:
         raise ConfigError(faults)
@@ -88,7 +94,10 @@ def start(method: str, argv: list[str]) -> int:
     if 'RANK' in os.environ:  # under torchrun
         from .worker import run
         return run(method, flags)
-    nodes = int(os.environ.get('NNODES', '1').partition(':')[0])
+    nodes = os.environ.get('NNODES', '1').partition(':')[0]
+    if not _is_count(nodes):
+        raise ConfigError([f'NNODES={os.environ["NNODES"]} has to be a whole number of at least 1'])
+    nodes = int(nodes)
     local = check_flags(flags, nodes)
     if local * nodes == 1:
         from .worker import run

@@ -10,12 +10,13 @@ def run(method: str, flags: list[str]) -> int:
     from swift.cli.utils import try_use_single_device_mode
     try_use_single_device_mode()
     from ..model.plan import PlanError
+    from ..pipeline_parallel.stage import StageError
     from ..pipelines.sft import pt_main, sft_main
     try:
         {'sft': sft_main, 'pt': pt_main}[method](flags)
     except ConfigError as error:
         fail(error)
-    except PlanError as error:
+    except (PlanError, StageError) as error:
         fail(ConfigError([str(error)]))
     return 0
 

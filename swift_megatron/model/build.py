@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from ..mesh import ParallelMesh
 from ..pipeline_parallel.split import StageSplit, split_layers
 from ..pipeline_parallel.stage import AbsentModule, check_passes_hidden_states, final_norm_name
-from ..quantization.base import QuantizationConfig, QuantizedWeight, keeps_blocks
+from ..quantization.base import QuantizationConfig, QuantizedWeight
 from ..sharding import RECORDS, record_parameters, spec_of
 from .language_modeling import check_head
 from .loading import load_slices
@@ -210,6 +210,5 @@ def frozen_bytes(model: nn.Module) -> dict[str, int]:
 
 
 def unlike_one_card(model: nn.Module) -> list[str]:
-    """Quantised weights whose blocks do not lie as in the whole matrix: their values differ from single-card QLoRA's."""
-    return [name for name, weight in quantized_weights(model).items()
-            if not keeps_blocks(weight.spec, weight.config.block_size)]
+    """Paths of quantised weights whose blocks do not lie as in the whole matrix: their values differ from single-card QLoRA's."""
+    return [name for name, weight in quantized_weights(model).items() if not weight.is_that_of_one_card]

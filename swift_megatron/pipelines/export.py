@@ -64,8 +64,8 @@ class ExportConfig:
                 setattr(self, name, run.get(name))
         if not self.model or not os.path.isdir(self.model):
             raise ConfigError([f"the base model '{self.model}' is no local folder: give one with --model"])
-        if self.merge_into == 'dequantized' and self.quant_bits != 4:
-            raise ConfigError(['--merge_into dequantized needs a 4-bit base, but the run of this adapter had none: leave it out, '
+        if self.merge_into == 'dequantized' and self.quant_bits not in (4, 8):
+            raise ConfigError(['--merge_into dequantized needs a quantised base, but the run of this adapter had none: leave it out, '
                                'or state --quant_bits 4 --bnb_4bit_quant_type nf4'])
         self.output_dir = self.output_dir or f'{self.adapters.rstrip("/")}-merged'
 
@@ -88,13 +88,14 @@ def export_main(config: ExportConfig) -> list[str]:
     quantization = None
     if config.merge_into == 'dequantized':
         double = True if config.bnb_4bit_use_double_quant is None else config.bnb_4bit_use_double_quant
-        quantization = QuantizationConfig(format=config.bnb_4bit_quant_type or 'nf4', double=double)
+        quantization = QuantizationConfig(
+            format='int8' if config.quant_bits == 8 else config.bnb_4bit_quant_type or 'nf4', double=double)
     try:
         merge_adapter(config.model, config.adapters, config.output_dir, into=config.merge_into, quantization=quantization)
     except MergeError as error:
         raise ConfigError([str(error)]) from error
     lines = [f"merged '{config.adapters}' into '{config.model}': {config.output_dir}"]
-    if config.quant_bits == 4 and config.merge_into == 'checkpoint':
-        lines.append('the adapter was trained on a 4-bit base and is merged into the 16-bit checkpoint; --merge_into dequantized '
+    if config.quant_bits and config.merge_into == 'checkpoint':
+        lines.append('the adapter was trained on a quantised base and is merged into the 16-bit checkpoint; --merge_into dequantized '
                      'merges into the weights that it was trained on')
     return lines

@@ -49,7 +49,7 @@ def quantization_config(config: TrainerConfig) -> Optional[QuantizationConfig]:
     """How frozen linears are stored; None for dense ones."""
     if config.quant_method is None:
         return None
-    return QuantizationConfig(format=config.bnb_4bit_quant_type, double=config.bnb_4bit_use_double_quant,
+    return QuantizationConfig(format='int8' if config.quant_bits == 8 else config.bnb_4bit_quant_type, double=config.bnb_4bit_use_double_quant,
                               compute_dtype=config.bnb_4bit_compute_dtype)
 
 

@@ -7,12 +7,13 @@ O output, I input features of the whole matrix, /T this rank's part.
 """
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Any, Callable, Literal, Optional
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..mesh import ParallelMesh
 from ..sharding import ShardSpec
 
 
@@ -21,12 +22,12 @@ class QuantizationConfig:
     """How frozen linears are stored.
 
     Args:
-        format: 'nf4' or 'fp4' (arXiv:2305.14314).
+        format: 'nf4' or 'fp4' (arXiv:2305.14314), or 'int8' (arXiv:2208.07339).
         double: Whether the scales of the blocks are quantised again.
         compute_dtype: Dtype of the product; the input's if None.
-        block_size: Values that share a scale.
+        block_size: Values that share a scale, in 4 bits. In 8 bits a row has one.
     """
-    format: Literal['nf4', 'fp4']
+    format: Literal['nf4', 'fp4', 'int8']
     double: bool = True
     compute_dtype: Optional[torch.dtype] = None
     block_size: int = 64
@@ -37,11 +38,20 @@ class QuantizedWeight(nn.Module):
 
     Args:
         spec: Which slice of the whole matrix it is.
+        config: How it is stored.
     """
 
-    def __init__(self, spec: ShardSpec) -> None:
+    def __init__(self, spec: ShardSpec, config: QuantizationConfig) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.config = spec, config
+
+    def __deepcopy__(self, memo: dict) -> 'QuantizedWeight':
+        return self  # frozen: copies of modules share it
+
+    @property
+    def is_that_of_one_card(self) -> bool:
+        """Whether its values are those of the whole matrix, quantised on one card (double quantisation aside)."""
+        return True
 
     @abstractmethod
     def product(self, x: torch.Tensor) -> torch.Tensor:
@@ -66,6 +76,19 @@ class QuantizedWeight(nn.Module):
         return next(self.buffers()).dtype
 
 
+class DecodedProduct(torch.autograd.Function):
+    """X W^T where W is decoded for each pass and let go; gradient of X alone. (..., I/T) -> (..., O/T)"""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, decode: Callable[[torch.dtype], torch.Tensor]) -> torch.Tensor:
+        ctx.decode = decode
+        return F.linear(x, decode(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):
+        return grad @ ctx.decode(grad.dtype), None
+
+
 def product(x: torch.Tensor, weight: nn.Parameter | QuantizedWeight, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
     """X W^T + b for a weight in any format. (..., I/T) -> (..., O/T)"""
     if isinstance(weight, QuantizedWeight):
@@ -74,16 +97,17 @@ def product(x: torch.Tensor, weight: nn.Parameter | QuantizedWeight, bias: Optio
     return F.linear(x, weight, bias)
 
 
-def quantize(weight: torch.Tensor, spec: ShardSpec, config: QuantizationConfig) -> QuantizedWeight:
-    """This rank's slice of a weight (O/T, I/T) in the format that the config names.
+def quantize(weight: torch.Tensor, spec: ShardSpec, config: QuantizationConfig, mesh: ParallelMesh) -> QuantizedWeight:
+    """This rank's slice of a weight (O/T, I/T) in the format that the config names. Every tensor rank calls it.
 
     Raises:
         ValueError: if no format matches.
     """
     from .bnb import FourBitWeight  # bitsandbytes is needed only here, and is not always installed
-    for candidate in (FourBitWeight, ):
+    from .int8 import EightBitWeight
+    for candidate in (FourBitWeight, EightBitWeight):
         if candidate.matches(config):
-            return candidate(weight, spec, config)
+            return candidate(weight, spec, config, mesh)
     raise ValueError(f"there is no quantisation format '{config.format}'")
 
 

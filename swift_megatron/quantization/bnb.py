@@ -12,21 +12,9 @@ import bitsandbytes.functional as bnb_functional
 import torch
 from bitsandbytes.autograd._functions import MatMul4Bit
 
+from ..mesh import ParallelMesh
 from ..sharding import ShardSpec
-from .base import QuantizationConfig, QuantizedWeight
-
-
-class _DecodedProduct(torch.autograd.Function):
-    """X W^T where W is decoded for each pass and let go; gradient of X alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: 'FourBitWeight') -> torch.Tensor:
-        ctx.weight = weight
-        return torch.nn.functional.linear(x, weight.dequantized().to(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
-        return grad @ ctx.weight.dequantized().to(grad.dtype), None
+from .base import DecodedProduct, QuantizationConfig, QuantizedWeight, keeps_blocks
 
 
 class FourBitWeight(QuantizedWeight):
@@ -36,15 +24,15 @@ class FourBitWeight(QuantizedWeight):
         weight: The slice to quantise, float32, float16 or bfloat16, on the device where it stays.
         spec: Its record.
         config: Format, double quantisation, compute dtype.
+        mesh: The process grid; not needed, blocks lie within a slice.
     """
 
     @staticmethod
     def matches(config: QuantizationConfig) -> bool:
         return config.format in ('nf4', 'fp4')
 
-    def __init__(self, weight: torch.Tensor, spec: ShardSpec, config: QuantizationConfig) -> None:
-        super().__init__(spec)
-        self.config = config
+    def __init__(self, weight: torch.Tensor, spec: ShardSpec, config: QuantizationConfig, mesh: ParallelMesh) -> None:
+        super().__init__(spec, config)
         self.shape = tuple(weight.shape)
         self.whole_rows = weight.shape[1] % config.block_size == 0
         flat = weight.reshape(-1)
@@ -74,11 +62,12 @@ class FourBitWeight(QuantizedWeight):
             # evaluation on some CPUs, computes in bfloat16 from then on, and cannot train any more.
             y = MatMul4Bit.apply(x, self.codes, None, None, self._state)
         else:
-            y = _DecodedProduct.apply(x, self)
+            y = DecodedProduct.apply(x, lambda dtype: self.dequantized().to(dtype))
         return y.to(dtype)
 
-    def __deepcopy__(self, memo: dict) -> 'FourBitWeight':
-        return self  # frozen: copies of modules share it
+    @property
+    def is_that_of_one_card(self) -> bool:
+        return keeps_blocks(self.spec, self.config.block_size)
 
     def extra_repr(self) -> str:
         return f'{self.config.format}, {self.shape[0]} x {self.shape[1]}, double={self.config.double}'

@@ -56,7 +56,7 @@ class PartitionedLinear(nn.Module):
         """Holds this rank's slice `weight` (out_features, in_features) in a quantised format from now on, frozen."""
         spec = getattr(self, RECORDS)['weight']
         del self._parameters['weight']
-        self.weight = quantize(weight, spec, config)
+        self.weight = quantize(weight, spec, config, self.mesh)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """X W_i^T without the bias. (B, S, in_features) -> (B, S, out_features)"""

@@ -54,11 +54,59 @@ def write_rows(path: str, contents: Iterator[dict[str, Any]]) -> str:
     return path
 
 
+def _ragged() -> Iterator[dict[str, Any]]:
+    """Four samples with answers of very different lengths."""
+    generator = random.Random(3)
+    for number in (1, 7, 15, 28):
+        yield {'messages': [{'role': 'user', 'content': _words(generator, 2)},
+                            {'role': 'assistant', 'content': _words(generator, number)}]}
+
+
+def _channels() -> Iterator[dict[str, Any]]:
+    """Rows of two sources, and some of none."""
+    for i, row in enumerate(rows(12, seed=4)):
+        yield {**row, **({} if i % 3 == 0 else {'channel': f'source{i % 3}'})}
+
+
+def _weighted() -> Iterator[dict[str, Any]]:
+    """Answers in the form of the ReAct agent, whose parts ms-swift's `react` weighs with 0, 1 and 2."""
+    generator = random.Random(5)
+    for _ in range(12):
+        answer = 'Thought: {} Action: {} Action Input: {} Observation: {} Final Answer: {}'
+        yield {'messages': [{'role': 'user', 'content': _words(generator, 3)},
+                            {'role': 'assistant', 'content': answer.format(*(_words(generator, 2) for _ in range(5)))}]}
+
+
+def _texts() -> Iterator[dict[str, Any]]:
+    """Plain texts for pre-training."""
+    generator = random.Random(6)
+    for number in (2, 40, 11, 25, 60, 7, 33, 19):
+        yield {'messages': [{'role': 'assistant', 'content': _words(generator, number)}]}
+
+
+def _drill() -> Iterator[dict[str, Any]]:
+    """Short answers, over and over, that a small model has by heart after some steps."""
+    for i in range(24):
+        yield {'messages': [{'role': 'user', 'content': WORDS[i % 3]}, {'role': 'assistant', 'content': WORDS[10 + i % 3]}]}
+
+
+DATA = {
+    'train': rows(46, seed=1),
+    'val': rows(11, seed=2),
+    'even_val': rows(10, seed=2),
+    'ragged': _ragged(),
+    'channels': _channels(),
+    'weighted': _weighted(),
+    'texts': _texts(),
+    'drill': _drill(),
+}
+
+
 def make_all(directory: str) -> dict[str, str]:
     """Everything that the tests use; name -> path."""
-    path = {name: os.path.join(directory, name) for name in ('untied', 'tied', 'train.jsonl', 'val.jsonl')}
-    make_model(path['untied'], heads=9, key_value_heads=3, layers=2)
-    make_model(path['tied'], heads=9, key_value_heads=3, layers=3, tied=True)
-    write_rows(path['train.jsonl'], rows(48, seed=1))
-    write_rows(path['val.jsonl'], rows(11, seed=2))
-    return path
+    paths = {name: write_rows(os.path.join(directory, f'{name}.jsonl'), contents) for name, contents in DATA.items()}
+    paths['untied'] = make_model(os.path.join(directory, 'untied'), heads=9, key_value_heads=3, layers=2)
+    paths['tied'] = make_model(os.path.join(directory, 'tied'), heads=9, key_value_heads=3, layers=3, tied=True)
+    paths['deep'] = make_model(os.path.join(directory, 'deep'), heads=4, key_value_heads=2, layers=5)
+    paths['wide'] = make_model(os.path.join(directory, 'wide'), heads=8, key_value_heads=4, layers=2, ffn=256)
+    return paths

@@ -3,6 +3,10 @@
 Its 9 query and 3 key/value heads divide no even number of ranks, its embeddings are tied, its widths 576 and 1536 make uneven
 cuts of whole 4-bit blocks. `scripts/test.sh` makes the model and the data.
 
+Two programs cannot agree here as they do on small vocabularies: over 49152 logits torch's log-softmax on CPUs, which plain
+ms-swift uses, is off by 5e-7 of the gradient, always to one side (vocab_parallel_cross_entropy by 2e-8). The learning rate is
+ms-swift's default for LoRA, with which training amplifies that little.
+
 A failure means that real fine-tuning with this package is not what it claims to be.
 """
 import os
@@ -31,8 +35,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def command(output: str, **changes: Any) -> list[str]:
-    settings = dict(model=MODEL, dataset=f'{DATA}/sft_chatterbot_en.jsonl', output_dir=output, max_length=48, max_steps=STEPS,
-                    per_device_train_batch_size=1, learning_rate=2e-4, lora_dropout=0, gradient_checkpointing=False)
+    settings = dict(model=MODEL, dataset=f'{DATA}/sft_chatterbot_en.jsonl', output_dir=output, max_length=32, max_steps=STEPS,
+                    per_device_train_batch_size=1, learning_rate=1e-4, lora_dropout=0, gradient_checkpointing=False)
     return flags(**{**settings, **changes})
 
 
