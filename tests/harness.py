@@ -4,6 +4,7 @@ Processes come from a fork server that has torch, transformers and peft imported
 """
 import multiprocessing
 import os
+import pickle
 import queue
 import tempfile
 import time
@@ -26,7 +27,8 @@ def _entry(rank: int, world_size: int, directory: str, results: Any, function: C
         if world_size > 1:
             dist.init_process_group('gloo', init_method=f'file://{directory}/rendezvous', rank=rank, world_size=world_size,
                                     timeout=timedelta(seconds=60))
-        results.put((rank, True, function(*args)))
+        # Pickled here, so that a result that cannot be is this rank's exception, and tensors outlive this process.
+        results.put((rank, True, pickle.dumps(function(*args))))
     except BaseException:
         results.put((rank, False, (time.time(), traceback.format_exc())))
     finally:
@@ -38,7 +40,7 @@ def launch(world_size: int, function: Callable, *args: Any, timeout: float = TIM
     """Results of `function(*args)` on `world_size` processes, in rank order.
 
     Raises:
-        AssertionError: with the traceback of the rank that failed first, or naming the ranks that never answered.
+        AssertionError: with the traceback of the rank that failed first, or naming those that died or never answered.
     """
     with tempfile.TemporaryDirectory() as directory:
         results = _context.Queue()
@@ -59,18 +61,22 @@ def launch(world_size: int, function: Callable, *args: Any, timeout: float = TIM
                     break
                 continue
             if succeeded:
-                answers[rank] = value
+                answers[rank] = pickle.loads(value)
             else:
                 failures.append((value[0], rank, value[1]))
                 deadline = min(deadline, time.time() + 5)  # the others only wait for this one
+        dead = {rank: process.exitcode for rank, process in enumerate(processes)
+                if process.exitcode and rank not in answers and rank not in [failure[1] for failure in failures]}
         for process in processes:
             if len(answers) == world_size:
                 process.join(5)
             if process.is_alive():
                 process.kill()
+        note = f'of {world_size} ranks, these died without a word: {dead} (rank: exit status)' if dead else ''
         if failures:
             _, rank, text = min(failures)
-            raise AssertionError(f'rank {rank} of {world_size} failed first:\n{text}')
+            raise AssertionError(f'rank {rank} of {world_size} failed first:\n{text}{note}')
+        assert not dead, note
         silent = sorted(set(range(world_size)) - set(answers))
         assert not silent, f'ranks {silent} of {world_size} gave no answer within {timeout} s'
         return [answers[rank] for rank in range(world_size)]

@@ -1,0 +1,39 @@
+"""Notes every collective that a piece of code runs, below all Python wrappers: nothing can go round it."""
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call: its kind (allreduce, allgather, ...), what this process put in, and the group's ranks."""
+    kind: str
+    elements: int
+    ranks: tuple[int, ...]
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+class CollectiveLog(TorchDispatchMode):
+    """`with CollectiveLog() as log: ...` fills `log.calls`, in order; backward passes are noted too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Collective] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace == 'c10d':
+            # Gathers take (outputs, inputs, group, ...), reductions and broadcasts (tensors, group, ...).
+            groups = [i for i, value in enumerate(args) if isinstance(value, torch.ScriptObject)]
+            group = dist.ProcessGroup.unbox(args[groups[0]])
+            elements = sum(tensor.numel() for tensor in _tensors(args[groups[0] - 1]))
+            self.calls.append(Collective(func.__name__.split('.')[0].strip('_'), elements,
+                                         tuple(dist.get_process_group_ranks(group))))
+        return func(*args, **(kwargs or {}))
