@@ -1,14 +1,13 @@
 """`TrainerConfig`: ms-swift's SftArguments with the parallel fields, and the checks before weights are read."""
 import difflib
 import math
+import torch
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, Iterator, Optional
-
-import torch
 from swift.arguments import PretrainArguments, SftArguments
 from swift.trainers import TrainerFactory
 from swift.utils import get_dist_setting, parse_args
+from typing import Any, Iterator, Optional
 
 from . import compatibility
 from .checkpoint.layout import layout_fault
@@ -37,7 +36,8 @@ def own_trainer_classes() -> Iterator[None]:
 class ParallelSftFields(ParallelFields):
     """The parallel fields, accepted spellings, and what has to happen round ms-swift's own `__post_init__`."""
     model_id: Optional[str] = field(default=None, metadata={'help': 'Another spelling of model.'})
-    use_flash_attn: Optional[bool] = field(default=None, metadata={'help': 'True: another spelling of attn_impl=flash_attn.'})
+    use_flash_attn: Optional[bool] = field(
+        default=None, metadata={'help': 'True: another spelling of attn_impl=flash_attn.'})
 
     def __post_init__(self) -> None:
         self._take_other_spellings()
@@ -80,7 +80,8 @@ class ParallelSftFields(ParallelFields):
             faults.append(f"model '{self.model}' is multimodal, which is not supported: use a text model")
         stored = getattr(self.model_info.config, 'quantization_config', None)
         if stored:
-            method = stored.get('quant_method') if isinstance(stored, dict) else getattr(stored, 'quant_method', 'unknown')
+            method = stored.get('quant_method') if isinstance(stored, dict) else getattr(
+                stored, 'quant_method', 'unknown')
             faults.append(f"model '{self.model}' is stored quantised ({method}), which cannot be cut: give the 16-bit "
                           'checkpoint that it was made from, with --quant_method bnb --quant_bits 4')
         config = self.model_info.config
@@ -126,4 +127,3 @@ def parse_arguments(config_class: type, argv: Optional[list[str]]) -> Any:
 
 def _flag_names(argv: list[str]) -> list[str]:
     return [word[2:].partition('=')[0].replace('-', '_') for word in argv if word.startswith('--') and len(word) > 2]
-

@@ -27,9 +27,9 @@ def _is_init(value: Any) -> bool:
     return value is None or str(value).lower() in ('true', 'false', 'gaussian')
 
 
-ELEMENTWISE_OPTIMIZERS = ('adamw_torch', 'adamw_torch_fused', 'sgd', 'adagrad', 'rmsprop', 'adamw_bnb_8bit', 'adamw_8bit',
-                          'paged_adamw_32bit', 'paged_adamw_8bit', 'paged_adamw', 'lion_32bit', 'lion_8bit', 'paged_lion_32bit',
-                          'paged_lion_8bit')
+ELEMENTWISE_OPTIMIZERS = ('adamw_torch', 'adamw_torch_fused', 'sgd', 'adagrad', 'rmsprop', 'adamw_bnb_8bit',
+                          'adamw_8bit', 'paged_adamw_32bit', 'paged_adamw_8bit', 'paged_adamw', 'lion_32bit',
+                          'lion_8bit', 'paged_lion_32bit', 'paged_lion_8bit')
 
 RULES = (
     Rule('device_map', _off, 'places whole layers on devices and cannot be combined: leave it out and use '
@@ -38,7 +38,8 @@ RULES = (
     Rule('deepspeed', _off, 'cannot be combined (ZeRO 2 and 3 shard what is sharded already): leave it out'),
     Rule('deepspeed_autotp_size', _off, 'is DeepSpeed\'s own tensor parallelism: use --tensor_parallel_size instead'),
     Rule('fsdp', _off, 'shards what is sharded already: leave it out and use --tensor_parallel_size'),
-    Rule('sequence_parallel_size', _one_of(1), 'is ms-swift\'s Ulysses parallelism and cannot be combined: leave it out'),
+    Rule('sequence_parallel_size', _one_of(1),
+         'is ms-swift\'s Ulysses parallelism and cannot be combined: leave it out'),
     Rule('use_ray', _off, 'cannot be combined: leave it out'),
     Rule('task_type', _one_of('causal_lm'), 'is not supported: only causal_lm is'),
     Rule('tuner_type', _one_of('lora', 'full'), 'is not supported: use --tuner_type lora or full'),
@@ -46,7 +47,8 @@ RULES = (
     Rule('tuner_backend', _one_of('peft'), 'is not supported: use --tuner_backend peft'),
     Rule('use_swift_lora', _off, 'is not supported: leave it out'),
     Rule('use_dora', _off, '(DoRA) is not supported, it needs the norm of whole weight rows: leave it out'),
-    Rule('init_weights', _is_init, '(PiSSA, OLoRA, LoftQ, LoRA-GA) factorises whole weights and is not supported: use true, '
+    Rule('init_weights', _is_init,
+         '(PiSSA, OLoRA, LoftQ, LoRA-GA) factorises whole weights and is not supported: use true, '
          'false or gaussian'),
     Rule('target_parameters', _off, '(adapters on bare parameters) is not supported: use --target_modules'),
     Rule('quant_method', _one_of('bnb'), 'is not supported: use --quant_method bnb --quant_bits 4'),
@@ -56,15 +58,18 @@ RULES = (
     Rule('freeze_parameters_ratio', _off, 'counts parameters on one process: use --freeze_parameters with names'),
     Rule('use_liger_kernel', _off, 'replaces layers and loss by ones for whole models: leave it out'),
     Rule('loss_type', _off, 'computes on whole logits, which no process holds: leave it out'),
-    Rule('eval_metric', _off, 'computes on whole logits, which no process holds: leave it out (loss and token_acc are logged)'),
+    Rule('eval_metric', _off,
+         'computes on whole logits, which no process holds: leave it out (loss and token_acc are logged)'),
     Rule('predict_with_generate', _off, 'is not supported in training: use swift infer with the saved adapter'),
     Rule('eval_use_evalscope', _off, 'is not supported in training: use swift eval with the saved adapter'),
     Rule('use_flash_ckpt', _off, 'is not supported: leave it out'),
     Rule('use_galore', _off, 'needs whole gradient matrices: leave it out'),
     Rule('lisa_activated_layers', _off, 'is not supported: leave it out'),
     Rule('optimizer', _one_of('lorap'), 'is not supported: leave it out or use lorap'),
-    Rule('optim', _one_of(*ELEMENTWISE_OPTIMIZERS), 'is not known to work on slices of a matrix: use adamw_torch, sgd, adagrad, '
-         'rmsprop, lion_32bit or an 8-bit or paged variant of adamw or lion'),
+    Rule(
+        'optim', _one_of(*ELEMENTWISE_OPTIMIZERS),
+        'is not known to work on slices of a matrix: use adamw_torch, sgd, adagrad, '
+        'rmsprop, lion_32bit or an 8-bit or paged variant of adamw or lion'),
     Rule('torch_compile', _off, 'is not supported: leave it out'),
     Rule('auto_find_batch_size', _off, 'restarts processes on their own: set --per_device_train_batch_size'),
     Rule('safe_serialization', lambda value: value is None or bool(value), 'is not supported: files are safetensors'),
@@ -73,8 +78,10 @@ RULES = (
 
 def faults(arguments: Mapping[str, Any]) -> list[str]:
     """What cannot be combined among the given arguments (name -> value), one sentence each."""
-    found = [f'--{rule.name} {arguments[rule.name]} {rule.remedy}' for rule in RULES
-             if rule.name in arguments and not rule.works(arguments[rule.name])]
+    found = [
+        f'--{rule.name} {arguments[rule.name]} {rule.remedy}' for rule in RULES
+        if rule.name in arguments and not rule.works(arguments[rule.name])
+    ]
     if arguments.get('quant_bits') and not arguments.get('quant_method'):
         found.append(f'--quant_bits {arguments["quant_bits"]} does nothing without a method: add --quant_method bnb')
     if arguments.get('quant_method') and not arguments.get('quant_bits'):

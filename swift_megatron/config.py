@@ -4,7 +4,6 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Literal, Mapping, Optional
 
-
 SCHEDULES = ('1f1b', 'gpipe', 'interleaved_1f1b')
 
 
@@ -36,18 +35,20 @@ class ParallelFields:
         metadata=_help('Micro-batches that a step is cut into (m); per_device_train_batch_size is the size of one. '
                        'Default: pipeline_parallel_size.'))
     sequence_parallel: bool = field(
-        default=False, metadata=_help('Shard activations between the parallel regions along the sequence. Only false in '
-                                      'this release.'))
+        default=False,
+        metadata=_help('Shard activations between the parallel regions along the sequence. Only false in '
+                       'this release.'))
     overlap_communication: bool = field(
-        default=False, metadata=_help('Run tensor-parallel collectives beside matrix products. Only false in this release.'))
+        default=False,
+        metadata=_help('Run tensor-parallel collectives beside matrix products. Only false in this release.'))
     pipeline_schedule: Literal['1f1b', 'gpipe', 'interleaved_1f1b'] = field(
         default='1f1b', metadata=_help('Order of the micro-batches on the stages: 1f1b, gpipe or interleaved_1f1b.'))
-    virtual_pipeline_size: int = field(
-        default=1, metadata=_help('Model chunks per stage for interleaved_1f1b (v).'))
+    virtual_pipeline_size: int = field(default=1, metadata=_help('Model chunks per stage for interleaved_1f1b (v).'))
     pipeline_layers: Optional[str] = field(
         default=None, metadata=_help("Decoder layers per stage by hand, as in '9,9,8,6'. Default: balanced by cost."))
     zero_stage: Optional[int] = field(
-        default=None, metadata=_help('1 shards optimizer states over the replicas, 0 does not. Only 0 in this release.'))
+        default=None,
+        metadata=_help('1 shards optimizer states over the replicas, 0 does not. Only 0 in this release.'))
 
     @property
     def micro_batches(self) -> int:
@@ -78,18 +79,21 @@ class ParallelFields:
         faults += self._pipeline_faults()
         t, p = self.tensor_parallel_size, self.pipeline_parallel_size
         if num_processes % (t * p):
-            faults.append(f'{num_processes} processes are no multiple of tensor_parallel_size x pipeline_parallel_size = '
-                          f'{t} x {p} = {t * p}: start {_multiples(t * p, num_processes)} processes (NPROC_PER_NODE x NNODES) '
-                          f'or choose sizes whose product divides {num_processes}')
+            faults.append(
+                f'{num_processes} processes are no multiple of tensor_parallel_size x pipeline_parallel_size = '
+                f'{t} x {p} = {t * p}: start {_multiples(t * p, num_processes)} processes (NPROC_PER_NODE x NNODES) '
+                f'or choose sizes whose product divides {num_processes}')
         if model is not None:
             faults += self._model_faults(model)
         return faults
 
     def _not_available(self) -> list[str]:
         """Fields whose machinery this release does not have."""
-        return [f'--{name} {value} is not available in this release: leave it out or set it to {str(default).lower()}'
-                for name, default in (('sequence_parallel', False), ('overlap_communication', False), ('zero_stage', 0))
-                if (value := getattr(self, name)) not in (None, default)]
+        return [
+            f'--{name} {value} is not available in this release: leave it out or set it to {str(default).lower()}'
+            for name, default in (('sequence_parallel', False), ('overlap_communication', False), ('zero_stage', 0))
+            if (value := getattr(self, name)) not in (None, default)
+        ]
 
     def _pipeline_faults(self) -> list[str]:
         schedule, v = self.pipeline_schedule, self.virtual_pipeline_size
@@ -101,22 +105,26 @@ class ParallelFields:
         if v == 1 and schedule == 'interleaved_1f1b':
             faults.append('--pipeline_schedule interleaved_1f1b needs --virtual_pipeline_size of at least 2')
         if self.pipeline_parallel_size == 1:
-            faults += [f'--{name} {getattr(self, name)} needs --pipeline_parallel_size of at least 2'
-                       for name, default in (('virtual_pipeline_size', 1), ('pipeline_layers', None))
-                       if getattr(self, name) != default]
+            faults += [
+                f'--{name} {getattr(self, name)} needs --pipeline_parallel_size of at least 2'
+                for name, default in (('virtual_pipeline_size', 1), ('pipeline_layers', None))
+                if getattr(self, name) != default
+            ]
         return faults
 
     def _model_faults(self, model: Mapping[str, Any]) -> list[str]:
         faults = []
         heads, layers = model.get('num_attention_heads'), model.get('num_hidden_layers')
         if isinstance(heads, int) and self.tensor_parallel_size > heads:
-            faults.append(f'--tensor_parallel_size {self.tensor_parallel_size} is more than the {heads} query heads of this '
-                          f'model: legal values are 1 to {heads}')
+            faults.append(
+                f'--tensor_parallel_size {self.tensor_parallel_size} is more than the {heads} query heads of this '
+                f'model: legal values are 1 to {heads}')
         stages = self.pipeline_parallel_size * self.virtual_pipeline_size
         if isinstance(layers, int) and stages > layers:
-            faults.append(f'--pipeline_parallel_size {self.pipeline_parallel_size} x --virtual_pipeline_size '
-                          f'{self.virtual_pipeline_size} = {stages} stages are more than the {layers} layers of this model: '
-                          f'legal values are 1 to {layers} stages')
+            faults.append(
+                f'--pipeline_parallel_size {self.pipeline_parallel_size} x --virtual_pipeline_size '
+                f'{self.virtual_pipeline_size} = {stages} stages are more than the {layers} layers of this model: '
+                f'legal values are 1 to {layers} stages')
         elif isinstance(layers, int) and self.pipeline_layers is not None:
             try:
                 layers_by_hand(self.pipeline_layers, layers, stages)

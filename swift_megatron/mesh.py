@@ -3,11 +3,10 @@
 Ranks are numbered with tensor parallelism innermost, so that its ranks share a node and its fast links, then data
 parallelism, then the pipeline (arXiv:2104.04473 section 3). The mesh is built once and handed down as an argument.
 """
-from dataclasses import dataclass
-from typing import Optional, Sequence
-
 import torch.distributed as dist
+from dataclasses import dataclass
 from torch.distributed.device_mesh import init_device_mesh
+from typing import Optional, Sequence
 
 from .sharding import Layout, ShardSpec
 
@@ -52,7 +51,11 @@ class ParallelMesh:
         """Number of processes that hold one copy of the model (t x p)."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
-    def spec(self, global_shape: Sequence[int], *, axis: Optional[int] = None, layout: Layout = (),
+    def spec(self,
+             global_shape: Sequence[int],
+             *,
+             axis: Optional[int] = None,
+             layout: Layout = (),
              partial: bool = False) -> ShardSpec:
         """The record of a parameter on this process."""
         return ShardSpec(
@@ -64,7 +67,10 @@ class ParallelMesh:
             partial=partial)
 
     @classmethod
-    def create(cls, *, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1,
+    def create(cls,
+               *,
+               tensor_parallel_size: int = 1,
+               pipeline_parallel_size: int = 1,
                device_type: str = 'cpu') -> 'ParallelMesh':
         """Builds the groups over all processes of the default group; every process has to call it.
 
@@ -93,7 +99,8 @@ class ParallelMesh:
             **groups)
 
 
-def _tied_group(sizes: tuple[int, int, int], pipeline_group: Optional[dist.ProcessGroup]) -> Optional[dist.ProcessGroup]:
+def _tied_group(sizes: tuple[int, int, int],
+                pipeline_group: Optional[dist.ProcessGroup]) -> Optional[dist.ProcessGroup]:
     """The group of this process' first and last stage; None on stages between and without a pipeline."""
     num_stages, columns = sizes[0], sizes[1] * sizes[2]
     if num_stages <= 2:

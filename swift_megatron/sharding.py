@@ -8,11 +8,10 @@ T is the tensor-parallel size.
 """
 import dataclasses
 import math
-from dataclasses import dataclass
-from typing import Literal, Optional
-
 import torch
+from dataclasses import dataclass
 from torch import nn
+from typing import Literal, Optional
 
 Range = tuple[int, int]  # half-open, in elements of the cut axis of the whole tensor
 Ranges = tuple[Range, ...]  # what one rank holds, in the order in which it stores it
@@ -107,7 +106,10 @@ def head_layout(num_heads: int, num_key_value_heads: int, parts: int) -> HeadLay
 
 def _is_regular(start: int, stop: int, group: int) -> bool:
     """Whether query heads [start, stop) use every key/value head they touch equally often."""
-    counts = {min(stop, (g + 1) * group) - max(start, g * group) for g in range(start // group, (stop - 1) // group + 1)}
+    counts = {
+        min(stop, (g + 1) * group) - max(start, g * group)
+        for g in range(start // group, (stop - 1) // group + 1)
+    }
     return len(counts) == 1
 
 

@@ -1,12 +1,20 @@
 """What the installed transformers offers, and which of it can be split: the table of the README, as data for tests."""
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-             vocab_size=127, max_position_embeddings=128, pad_token_id=3, bos_token_id=0, eos_token_id=1)
+SIZES = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=127,
+    max_position_embeddings=128,
+    pad_token_id=3,
+    bos_token_id=0,
+    eos_token_id=1)
 YARN = dict(rope_type='yarn', rope_theta=1e4, factor=2., original_max_position_embeddings=64)
 
 # Dense decoders that can be split, with what their small config needs beside SIZES. tests/tiny_models.FAMILIES are
@@ -73,8 +81,10 @@ REFUSED: dict[str, str] = {
 
 def planned() -> list[str]:
     """Model types of causal LMs whose config publishes a tensor-parallel plan."""
-    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-            if name in CONFIG_MAPPING and getattr(CONFIG_MAPPING[name], 'base_model_tp_plan', None)]
+    return [
+        name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if name in CONFIG_MAPPING and getattr(CONFIG_MAPPING[name], 'base_model_tp_plan', None)
+    ]
 
 
 def small_config(model_type: str, **changes: Any) -> PretrainedConfig:

@@ -1,10 +1,9 @@
 """Notes every collective that a piece of code runs, below all Python wrappers: nothing can go round it."""
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import torch.distributed as dist
+from dataclasses import dataclass
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,7 @@ class CollectiveLog(TorchDispatchMode):
             groups = [i for i, value in enumerate(args) if isinstance(value, torch.ScriptObject)]
             group = dist.ProcessGroup.unbox(args[groups[0]])
             elements = sum(tensor.numel() for tensor in _tensors(args[groups[0] - 1]))
-            self.calls.append(Collective(func.__name__.split('.')[0].strip('_'), elements,
-                                         tuple(dist.get_process_group_ranks(group))))
+            self.calls.append(
+                Collective(
+                    func.__name__.split('.')[0].strip('_'), elements, tuple(dist.get_process_group_ranks(group))))
         return func(*args, **(kwargs or {}))

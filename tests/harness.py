@@ -25,8 +25,12 @@ def _entry(rank: int, world_size: int, directory: str, results: Any, function: C
     torch.set_num_threads(1)
     try:
         if world_size > 1:
-            dist.init_process_group('gloo', init_method=f'file://{directory}/rendezvous', rank=rank, world_size=world_size,
-                                    timeout=timedelta(seconds=60))
+            dist.init_process_group(
+                'gloo',
+                init_method=f'file://{directory}/rendezvous',
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=60))
         # Pickled here, so that a result that cannot be is this rank's exception, and tensors outlive this process.
         results.put((rank, True, pickle.dumps(function(*args))))
     except BaseException:
@@ -65,8 +69,11 @@ def launch(world_size: int, function: Callable, *args: Any, timeout: float = TIM
             else:
                 failures.append((value[0], rank, value[1]))
                 deadline = min(deadline, time.time() + 5)  # the others only wait for this one
-        dead = {rank: process.exitcode for rank, process in enumerate(processes)
-                if process.exitcode and rank not in answers and rank not in [failure[1] for failure in failures]}
+        dead = {
+            rank: process.exitcode
+            for rank, process in enumerate(processes)
+            if process.exitcode and rank not in answers and rank not in [failure[1] for failure in failures]
+        }
         for process in processes:
             if len(answers) == world_size:
                 process.join(5)

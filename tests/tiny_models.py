@@ -1,32 +1,54 @@
 """Small random models of many families with non-trivial norms and biases, and the unsharded reference that they are held to."""
 import dataclasses
-import json
-import os
-from typing import Any
-
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from typing import Any
 
 FFN, HEAD = 96, 16
 WIDE_HEAD = 24  # where a family may have heads that together are not the hidden size
 
 # What each family needs beyond the common sizes; keys as in its config.
 FAMILIES: dict[str, dict[str, Any]] = {
-    'llama': dict(attention_bias=True, mlp_bias=True, pad_token_id=2),
-    'qwen2': dict(),
-    'qwen3': dict(head_dim=WIDE_HEAD),
-    'mistral': dict(head_dim=WIDE_HEAD, sliding_window=8),
-    'phi3': dict(pad_token_id=3),
-    'gemma2': dict(head_dim=WIDE_HEAD, query_pre_attn_scalar=WIDE_HEAD, sliding_window=8, final_logit_softcapping=5.,
-                   attn_logit_softcapping=4., attn_implementation='eager'),
-    'gemma3_text': dict(head_dim=WIDE_HEAD, query_pre_attn_scalar=WIDE_HEAD, sliding_window=8,
-                        layer_types=['sliding_attention', 'full_attention', 'sliding_attention', 'sliding_attention', 'full_attention']),
-    'glm4': dict(head_dim=WIDE_HEAD, attention_bias=True, pad_token_id=3, partial_rotary_factor=0.5),
-    'olmo2': dict(),
-    'granite': dict(attention_bias=True, embedding_multiplier=3., logits_scaling=2., residual_multiplier=0.7,
-                    attention_multiplier=0.3),
-    'cohere': dict(use_qk_norm=True, logit_scale=0.5, pad_token_id=3),
-    'starcoder2': dict(use_bias=True, residual_dropout=0., embedding_dropout=0., attention_dropout=0.),
+    'llama':
+    dict(attention_bias=True, mlp_bias=True, pad_token_id=2),
+    'qwen2':
+    dict(),
+    'qwen3':
+    dict(head_dim=WIDE_HEAD),
+    'mistral':
+    dict(head_dim=WIDE_HEAD, sliding_window=8),
+    'phi3':
+    dict(pad_token_id=3),
+    'gemma2':
+    dict(
+        head_dim=WIDE_HEAD,
+        query_pre_attn_scalar=WIDE_HEAD,
+        sliding_window=8,
+        final_logit_softcapping=5.,
+        attn_logit_softcapping=4.,
+        attn_implementation='eager'),
+    'gemma3_text':
+    dict(
+        head_dim=WIDE_HEAD,
+        query_pre_attn_scalar=WIDE_HEAD,
+        sliding_window=8,
+        layer_types=['sliding_attention', 'full_attention', 'sliding_attention', 'sliding_attention',
+                     'full_attention']),
+    'glm4':
+    dict(head_dim=WIDE_HEAD, attention_bias=True, pad_token_id=3, partial_rotary_factor=0.5),
+    'olmo2':
+    dict(),
+    'granite':
+    dict(
+        attention_bias=True,
+        embedding_multiplier=3.,
+        logits_scaling=2.,
+        residual_multiplier=0.7,
+        attention_multiplier=0.3),
+    'cohere':
+    dict(use_qk_norm=True, logit_scale=0.5, pad_token_id=3),
+    'starcoder2':
+    dict(use_bias=True, residual_dropout=0., embedding_dropout=0., attention_dropout=0.),
 }
 
 
@@ -48,9 +70,17 @@ class Case:
         if 'layer_types' in extra:
             extra['layer_types'] = extra['layer_types'][:self.layers]
         config = CONFIG_MAPPING[self.family](
-            hidden_size=HEAD * self.heads, intermediate_size=self.ffn, num_hidden_layers=self.layers, num_attention_heads=self.heads,
-            num_key_value_heads=self.key_value_heads, vocab_size=self.vocabulary, max_position_embeddings=128,
-            tie_word_embeddings=self.tied, bos_token_id=0, eos_token_id=1, **extra)
+            hidden_size=HEAD * self.heads,
+            intermediate_size=self.ffn,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_value_heads,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=128,
+            tie_word_embeddings=self.tied,
+            bos_token_id=0,
+            eos_token_id=1,
+            **extra)
         config._attn_implementation = attention
         return config
 

@@ -6,12 +6,11 @@ needs host memory for one file and one tensor.
 import json
 import os
 import re
-from typing import Iterator
-
 import torch
 from safetensors.torch import save_file
 from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from typing import Iterator
 
 from ..mesh import ParallelMesh
 from ..sharding import ShardSpec, spec_of
@@ -67,7 +66,8 @@ def save_full_model(model: nn.Module, directory: str, mesh: ParallelMesh, *, max
         mesh: The process grid.
         max_shard_size: Largest file, as in '5GB'.
     """
-    wholes = stream_from_stages(((name, gather_whole(tensor, spec, mesh)) for name, tensor, spec in _saved(model, mesh)), mesh)
+    wholes = stream_from_stages(
+        ((name, gather_whole(tensor, spec, mesh)) for name, tensor, spec in _saved(model, mesh)), mesh)
     if mesh.rank != 0:
         for _ in wholes:
             pass
@@ -88,4 +88,3 @@ def save_full_model(model: nn.Module, directory: str, mesh: ParallelMesh, *, max
     total = sum(sum(sizes.values()) for sizes in files)
     with open(os.path.join(directory, SAFE_WEIGHTS_INDEX_NAME), 'w', encoding='utf-8') as file:
         json.dump({'metadata': {'total_size': total}, 'weight_map': dict(sorted(weight_map.items()))}, file, indent=2)
-

@@ -1,8 +1,7 @@
 """Whole tensors from the ranks' slices, one at a time, on the CPU of tensor rank 0."""
-from typing import Any, Iterator, Optional
-
 import torch
 import torch.distributed as dist
+from typing import Any, Iterator, Optional
 
 from ..mesh import ParallelMesh
 from ..sharding import ShardSpec
@@ -30,7 +29,6 @@ def gather_whole(local: torch.Tensor, spec: ShardSpec, mesh: ParallelMesh) -> Op
         dist.recv(received, src=dist.get_global_rank(group, rank), group=group)
         spec.place(whole, received, rank)
     return whole
-
 
 
 def gather_from_stages(state: dict[str, Any], mesh: ParallelMesh) -> dict[str, Any]:

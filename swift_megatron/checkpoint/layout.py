@@ -23,8 +23,10 @@ def layout_fault(directory: str, sizes: Any, num_processes: int) -> list[str]:
     if not os.path.isdir(os.path.expanduser(directory)):
         return [f"--resume_from_checkpoint '{directory}' is no directory: give a checkpoint-N folder"]
     if not os.path.isfile(path):
-        return [f"'{directory}' was not written by swift-megatron (no {LAYOUT_FILE}), so its optimizer states cannot be "
-                f'resumed: {only_model}']
+        return [
+            f"'{directory}' was not written by swift-megatron (no {LAYOUT_FILE}), so its optimizer states cannot be "
+            f'resumed: {only_model}'
+        ]
     with open(path, encoding='utf-8') as file:
         written = json.load(file)
     if any(written[name] != getattr(sizes, name) for name in FIELDS):

@@ -10,15 +10,14 @@ import math
 import os
 import re
 import shutil
-from dataclasses import dataclass
-from typing import Any, Callable, Literal, Optional
-
 import torch
+from dataclasses import dataclass
 from peft import LoraConfig
 from peft.utils import load_peft_weights
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from typing import Any, Callable, Literal, Optional
 
 from ..mesh import ParallelMesh
 from ..quantization.base import QuantizationConfig, quantize
@@ -43,7 +42,8 @@ def _scaling(config: LoraConfig, module: str) -> float:
     """s of a module, with PEFT's patterns."""
 
     def own(patterns: dict[str, Any], default: Any) -> Any:
-        return next((value for pattern, value in patterns.items() if re.match(rf'(.*\.)?({pattern})$', module)), default)
+        return next((value for pattern, value in patterns.items() if re.match(rf'(.*\.)?({pattern})$', module)),
+                    default)
 
     rank, alpha = own(config.rank_pattern, config.r), own(config.alpha_pattern, config.lora_alpha)
     return alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
@@ -66,7 +66,8 @@ def read_adapter(directory: str) -> Adapter:
     for name, tensor in weights.items():
         if name.endswith('.lora_A.weight'):
             module = name.removesuffix('.lora_A.weight')
-            deltas[f'{module}.weight'] = _linear_delta(tensor, weights[f'{module}.lora_B.weight'], _scaling(config, module))
+            deltas[f'{module}.weight'] = _linear_delta(tensor, weights[f'{module}.lora_B.weight'],
+                                                       _scaling(config, module))
         elif name.endswith('.lora_embedding_A'):
             module = name.removesuffix('.lora_embedding_A')
             deltas[f'{module}.weight'] = _embedding_delta(tensor, weights[f'{module}.lora_embedding_B'],
@@ -107,7 +108,11 @@ def _tied_names(model_dir: str, names: set[str]) -> dict[str, str]:
     return {'lm_head.weight': embedding} if tied and embedding and 'lm_head.weight' not in names else {}
 
 
-def merge_adapter(model_dir: str, adapter_dir: str, output_dir: str, *, into: Literal['checkpoint', 'dequantized'] = 'checkpoint',
+def merge_adapter(model_dir: str,
+                  adapter_dir: str,
+                  output_dir: str,
+                  *,
+                  into: Literal['checkpoint', 'dequantized'] = 'checkpoint',
                   quantization: Optional[QuantizationConfig] = None) -> None:
     """Writes a checkpoint with the adapter merged in.
 
@@ -131,7 +136,8 @@ def merge_adapter(model_dir: str, adapter_dir: str, output_dir: str, *, into: Li
     untied = {name: aliases[name] for name in (*adapter.deltas, *adapter.replaced) if name in aliases}
     unknown = [name for name in (*adapter.deltas, *adapter.replaced) if name not in names and name not in untied]
     if unknown:
-        raise MergeError(f"the adapter changes '{unknown[0]}', which '{model_dir}' does not have: it belongs to another model")
+        raise MergeError(
+            f"the adapter changes '{unknown[0]}', which '{model_dir}' does not have: it belongs to another model")
     base = quantization if into == 'dequantized' else None
     staging = f'{output_dir.rstrip("/")}.incomplete'
     shutil.rmtree(staging, ignore_errors=True)
@@ -139,8 +145,10 @@ def merge_adapter(model_dir: str, adapter_dir: str, output_dir: str, *, into: Li
     for file in files:
         with safe_open(os.path.join(model_dir, file), framework='pt') as source:
             tensors = {name: _merged(name, source.get_tensor(name), adapter, base) for name in source.keys()}
-            tensors |= {name: _merged(name, source.get_tensor(stored), adapter, None)
-                        for name, stored in untied.items() if names[stored] == file}
+            tensors |= {
+                name: _merged(name, source.get_tensor(stored), adapter, None)
+                for name, stored in untied.items() if names[stored] == file
+            }
         save_file(tensors, os.path.join(staging, file), metadata={'format': 'pt'})
     _copy_the_rest(model_dir, staging, untied, names)
     with open(os.path.join(staging, MERGE_FILE), 'w', encoding='utf-8') as note:
@@ -155,8 +163,9 @@ def _refuse_twice(model_dir: str, adapter_dir: str, output_dir: str) -> None:
     if os.path.isfile(note):
         with open(note, encoding='utf-8') as file:
             before = json.load(file)
-        raise MergeError(f"'{model_dir}' has the adapter '{before['adapter']}' merged in already: merge into the original "
-                         f"checkpoint instead, --model {before['base']}")
+        raise MergeError(
+            f"'{model_dir}' has the adapter '{before['adapter']}' merged in already: merge into the original "
+            f"checkpoint instead, --model {before['base']}")
     if os.path.isdir(output_dir) and os.listdir(output_dir):
         merged = os.path.isfile(os.path.join(output_dir, MERGE_FILE))
         reason = f"holds '{adapter_dir}' merged already" if merged else 'is not empty'

@@ -1,10 +1,9 @@
 """Flags and YAML/JSON files as `swift` takes them, read without importing it."""
 import json
 import os
+import yaml
 from dataclasses import MISSING, fields
 from typing import Any
-
-import yaml
 
 from ..config import ConfigError, ParallelFields
 
@@ -48,7 +47,7 @@ def read_values(argv: list[str]) -> dict[str, Any]:
     name = None
     words: list[str] = []
     for word in [*argv, '--']:
-        if not (word.startswith('--') and (word == '--' or not _is_number(word))):
+        if not word.startswith('--'):
             words.append(word)
             continue
         if name is not None:
@@ -56,14 +55,6 @@ def read_values(argv: list[str]) -> dict[str, Any]:
         name, equals, value = word[2:].partition('=')
         name, words = name.replace('-', '_'), [value] if equals else []
     return values
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _typed(words: list[str]) -> Any:

@@ -73,7 +73,6 @@ def _free_port() -> str:
 def _torchrun(arguments: list[str]) -> int:
     """Runs torchrun in this process. Its own report of a failure is left out: the failing rank's traceback stands above."""
     import logging
-
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
     logging.getLogger('torch.distributed.elastic').setLevel(logging.CRITICAL)
@@ -82,8 +81,9 @@ def _torchrun(arguments: list[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode != 2:
-            sys.stderr.write(f'swift-megatron: rank {rank} failed first, with exit status {failure.exitcode}; the others were '
-                             'stopped. Its traceback stands above.\n')
+            sys.stderr.write(
+                f'swift-megatron: rank {rank} failed first, with exit status {failure.exitcode}; the others were '
+                'stopped. Its traceback stands above.\n')
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0
 

@@ -24,12 +24,11 @@ def run(method: str, flags: list[str]) -> int:
 def print_help(method: str) -> None:
     """ms-swift's arguments, without the parallel fields that stand above."""
     from dataclasses import fields
-
+    from swift.utils.utils import _patch_get_type_hints
     from transformers import HfArgumentParser
 
     from ..arguments import PretrainConfig, TrainerConfig
     from ..config import ParallelFields
-    from swift.utils.utils import _patch_get_type_hints
     with _patch_get_type_hints():
         parser = HfArgumentParser([{'sft': TrainerConfig, 'pt': PretrainConfig}[method]], add_help=False)
     own = {spec.name for spec in fields(ParallelFields)}

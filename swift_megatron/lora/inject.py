@@ -3,10 +3,9 @@
 PEFT takes foreign layers through `LoraConfig._register_custom_module`; everything else (target matching, names, config,
 `modules_to_save`) is PEFT's.
 """
-import warnings
-
 import torch
 import torch.distributed as dist
+import warnings
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import load_peft_weights, set_peft_model_state_dict
 

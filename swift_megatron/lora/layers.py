@@ -10,12 +10,11 @@ numbers do not depend on the layout, and neither do the files.
 
 s = alpha / r. B batch, S sequence, R rank of the adapter, I and O input and output size, /T this rank's part.
 """
-from typing import Any, Optional
-
 import torch
 import torch.nn.functional as F
 from peft.tuners import lora
 from torch import nn
+from typing import Any, Optional
 
 from ..quantization.base import QuantizedWeight
 from ..sharding import ShardSpec, set_records
@@ -84,7 +83,8 @@ class PartitionedLoraLinear(lora.Linear):
             return total
         for name in self.active_adapters:
             if name in self.lora_A:
-                low_rank = self.lora_A[name](self.lora_dropout[name](self._cast_input_dtype(x, self.lora_A[name].weight.dtype)))
+                low_rank = self.lora_A[name](
+                    self.lora_dropout[name](self._cast_input_dtype(x, self.lora_A[name].weight.dtype)))
                 product = self.lora_B[name](low_rank) * self.scaling[name]
                 total = product if total is None else total + product
         return total
@@ -107,7 +107,7 @@ class ColumnParallelLoraLinear(PartitionedLoraLinear):
         return (base.mesh.spec((rank, base.global_in_features), partial=True),
                 base.mesh.spec((base.global_out_features, rank), axis=0, layout=base.layout, partial=True))
 
-    def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         base: ColumnParallelLinear = self.get_base_layer()
         self.unmerge_if_disabled()
         x = base.start(x)
@@ -119,8 +119,8 @@ class RowParallelLoraLinear(PartitionedLoraLinear):
 
     def factor_specs(self, rank: int) -> tuple[ShardSpec, ShardSpec]:
         base = self.get_base_layer()
-        return (base.mesh.spec((rank, base.global_in_features), axis=1, layout=base.layout, partial=True),
-                base.mesh.spec((base.global_out_features, rank), partial=True))
+        return (base.mesh.spec((rank, base.global_in_features), axis=1, layout=base.layout,
+                               partial=True), base.mesh.spec((base.global_out_features, rank), partial=True))
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs) -> None:
         super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
@@ -129,7 +129,7 @@ class RowParallelLoraLinear(PartitionedLoraLinear):
         if isinstance(dropout, nn.Dropout) and base.mesh.tensor_parallel_size > 1:
             self.lora_dropout[adapter_name] = SlicedDropout(dropout.p, base)
 
-    def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         base: RowParallelLinear = self.get_base_layer()
         self.unmerge_if_disabled()
         x = base.start(x)
@@ -150,7 +150,10 @@ class VocabParallelLoraEmbedding(lora.Embedding):
         super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
         base = self.get_base_layer()
         specs = {
-            'lora_embedding_A': base.mesh.spec((r, base.global_num_embeddings), axis=1, layout=base.layout, partial=True),
+            'lora_embedding_A': base.mesh.spec((r, base.global_num_embeddings),
+                                               axis=1,
+                                               layout=base.layout,
+                                               partial=True),
             'lora_embedding_B': base.mesh.spec((base.embedding_dim, r), partial=True),
         }
         for factor, spec in specs.items():
@@ -158,7 +161,7 @@ class VocabParallelLoraEmbedding(lora.Embedding):
             getattr(self, factor)[adapter_name] = nn.Parameter(spec.slice(whole.data).clone(), whole.requires_grad)
         set_records(self, {f'{factor}.{adapter_name}': spec for factor, spec in specs.items()})
 
-    def forward(self, ids: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
         base: VocabParallelEmbedding = self.get_base_layer()
         if self.disable_adapters and self.merged:
             self.unmerge()

@@ -8,15 +8,14 @@ B batch, S sequence, H hidden, N tokens with a label, V vocabulary, /T this rank
 """
 import copy
 import math
-from contextlib import contextmanager
-from typing import Any, Iterator
-
 import torch
+from contextlib import contextmanager
 from peft import PeftModel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from typing import Any, Iterator
 
 from ..mesh import ParallelMesh
 from ..tensor_parallel.cross_entropy import TokenLosses, vocab_parallel_cross_entropy
@@ -86,11 +85,16 @@ def check_head(lm: PreTrainedModel) -> None:
         with torch.no_grad():
             local_logits(lm, hidden)
     except AttributeError as error:
-        raise PlanError(f'the head of {type(lm).__name__} needs more of the decoder than its hidden states ({error}), which is '
-                        f'not supported: {REMEDY}') from error
+        raise PlanError(
+            f'the head of {type(lm).__name__} needs more of the decoder than its hidden states ({error}), which is '
+            f'not supported: {REMEDY}') from error
 
 
-def token_losses(model: nn.Module, hidden: torch.Tensor, labels: torch.Tensor, mesh: ParallelMesh, *,
+def token_losses(model: nn.Module,
+                 hidden: torch.Tensor,
+                 labels: torch.Tensor,
+                 mesh: ParallelMesh,
+                 *,
                  logits_bytes: int = LOGITS_BYTES) -> TokenLosses:
     """Losses of N tokens.
 
@@ -104,7 +108,8 @@ def token_losses(model: nn.Module, hidden: torch.Tensor, labels: torch.Tensor, m
     head = _head_layers(causal_lm(model))[0]
     first = head.layout[mesh.tensor_rank][0][0]
 
-    def losses(hidden_chunk: torch.Tensor, label_chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def losses(hidden_chunk: torch.Tensor,
+               label_chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         result = vocab_parallel_cross_entropy(
             local_logits(model, hidden_chunk), label_chunk, first=first, vocabulary=head.global_out_features, mesh=mesh)
         return result.nll, result.smooth, result.predictions

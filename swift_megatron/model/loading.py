@@ -5,12 +5,11 @@ otherwise stay counted as this process' memory until the end.
 """
 import json
 import os
-from typing import Optional
-
 import torch
 from safetensors import safe_open
 from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from typing import Optional
 
 from ..quantization.base import QuantizationConfig
 from ..sharding import ShardSpec, spec_of
@@ -35,9 +34,10 @@ class CheckpointReader:
             with safe_open(single, framework='pt') as file:
                 self.file_of = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
         else:
-            raise ValueError(f"'{directory}' holds no {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}: weights are read in "
-                             'slices, which needs safetensors; convert them with '
-                             "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)")
+            raise ValueError(
+                f"'{directory}' holds no {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}: weights are read in "
+                'slices, which needs safetensors; convert them with '
+                "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)")
 
     def __contains__(self, name: str) -> bool:
         return name in self.file_of
@@ -54,8 +54,9 @@ class CheckpointReader:
         with safe_open(os.path.join(self.directory, self.file_of[name]), framework='pt') as file:
             view = file.get_slice(name)
             if tuple(view.get_shape()) != spec.global_shape:
-                raise ValueError(f"'{name}' has shape {tuple(view.get_shape())} in '{self.directory}', but the model's config "
-                                 f'makes it {spec.global_shape}: config.json and weights do not belong together')
+                raise ValueError(
+                    f"'{name}' has shape {tuple(view.get_shape())} in '{self.directory}', but the model's config "
+                    f'makes it {spec.global_shape}: config.json and weights do not belong together')
             # What safetensors returns are views of the mapped file, of rows that lie apart where the second axis is cut.
             if spec.axis is None:
                 return (view[:] if spec.global_shape else file.get_tensor(name)).clone()
@@ -71,7 +72,11 @@ def _checkpoint_name(name: str, prefix: str, reader: CheckpointReader) -> Option
     return short if short in reader else None
 
 
-def load_slices(model: nn.Module, directory: str, device: torch.device, *, skip: tuple[str, ...] = (),
+def load_slices(model: nn.Module,
+                directory: str,
+                device: torch.device,
+                *,
+                skip: tuple[str, ...] = (),
                 aliases: Optional[dict[str, str]] = None,
                 quantization: Optional[QuantizationConfig] = None) -> list[str]:
     """Gives every parameter of a partitioned model its slice from the checkpoint, in the parameter's dtype.
@@ -95,17 +100,20 @@ def load_slices(model: nn.Module, directory: str, device: torch.device, *, skip:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     sources = {}
     for name in names:
-        sources[name] = (_checkpoint_name(name, prefix, reader)
-                         or _checkpoint_name((aliases or {}).get(name, name), prefix, reader))
+        sources[name] = (
+            _checkpoint_name(name, prefix, reader) or _checkpoint_name((aliases or {}).get(name, name), prefix, reader))
     named = [(name, parameter) for name, parameter in model.named_parameters() if not name.startswith(skip)]
     for name, parameter in named:
         if sources[name] is None:  # a tied parameter may stand in the file under its other name
-            sources[name] = next((sources[other] for other, p in model.named_parameters(remove_duplicate=False)
-                                  if p is parameter and sources[other]), None)
+            sources[name] = next(
+                (sources[other]
+                 for other, p in model.named_parameters(remove_duplicate=False) if p is parameter and sources[other]),
+                None)
     missing = [name for name, _ in named if sources[name] is None]
     if missing:
-        raise ValueError(f"'{directory}' lacks {len(missing)} parameters of the model, such as {', '.join(missing[:3])}: it is "
-                         'not a complete checkpoint of this architecture')
+        raise ValueError(
+            f"'{directory}' lacks {len(missing)} parameters of the model, such as {', '.join(missing[:3])}: it is "
+            'not a complete checkpoint of this architecture')
     for name, parameter in named:
         value = reader.read(sources[name], spec_of(parameter))
         owner = model.get_submodule(name.rpartition('.')[0])
@@ -129,7 +137,8 @@ def load_buffers(model: nn.Module, reader: CheckpointReader, device: torch.devic
             continue
         found.add(source)
         if not name.startswith(skip):
-            value = reader.read(source, ShardSpec(global_shape=tuple(buffer.shape))).to(device=device, dtype=buffer.dtype)
+            value = reader.read(source, ShardSpec(global_shape=tuple(buffer.shape))).to(
+                device=device, dtype=buffer.dtype)
             path, _, own = name.rpartition('.')
             model.get_submodule(path)._buffers[own] = value
     return found

@@ -4,7 +4,6 @@ Each attention and MLP block enters its tensor-parallel region once, by a hook o
 row-parallel layers) and two backward (the entries) per decoder layer, adapters included.
 """
 import copy
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -44,8 +43,8 @@ def _partition_norm(block: nn.Module, name: str, cut: NormCut, mesh: ParallelMes
     if cut.over_projection:
         eps = norm.variance_epsilon
         weight = norm.weight
-        setattr(block, name, ProjectionRMSNorm(
-            weight.shape[0], cut.layout, mesh, eps=eps, device=weight.device, dtype=weight.dtype))
+        setattr(block, name,
+                ProjectionRMSNorm(weight.shape[0], cut.layout, mesh, eps=eps, device=weight.device, dtype=weight.dtype))
         return
     records = {}
     for parameter_name, parameter in norm.named_parameters():
@@ -78,12 +77,20 @@ def _partition_embedding(model: PreTrainedModel, layout: Layout, mesh: ParallelM
     if type(embedding) is not nn.Embedding:
         factor = getattr(embedding, 'scalar_embed_scale', None)
         if factor is None:
-            raise PlanError(f'the token embedding of {type(model).__name__} is a {type(embedding).__name__}, which cannot be '
-                            f'split: {REMEDY}')
+            raise PlanError(
+                f'the token embedding of {type(model).__name__} is a {type(embedding).__name__}, which cannot be '
+                f'split: {REMEDY}')
         scale = torch.tensor(factor, device='cpu')
-    model.set_input_embeddings(VocabParallelEmbedding(
-        embedding.num_embeddings, embedding.embedding_dim, layout, mesh, padding_idx=embedding.padding_idx, scale=scale,
-        device=embedding.weight.device, dtype=embedding.weight.dtype))
+    model.set_input_embeddings(
+        VocabParallelEmbedding(
+            embedding.num_embeddings,
+            embedding.embedding_dim,
+            layout,
+            mesh,
+            padding_idx=embedding.padding_idx,
+            scale=scale,
+            device=embedding.weight.device,
+            dtype=embedding.weight.dtype))
 
 
 def partition_model(model: PreTrainedModel, mesh: ParallelMesh, multiple: int = 1) -> None:

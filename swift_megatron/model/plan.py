@@ -8,10 +8,9 @@ without gathering if it knows how, and gathers if not. Whatever it cannot place 
 """
 import re
 from dataclasses import dataclass, field
-from typing import Literal, Optional
-
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from typing import Literal, Optional
 
 from ..sharding import HeadLayout, Layout, even_layout, fused, head_layout, intermediate_layout, scaled
 
@@ -97,21 +96,28 @@ def _styles(model: PreTrainedModel) -> dict[str, str]:
         expression = re.compile(re.escape(pattern).replace(r'\*', r'\d+'))
         matched = [path for path in modules if expression.fullmatch(path)]
         if not matched and style != 'replicated_with_grad_allreduce':
-            raise PlanError(f"the plan of {type(model).__name__} names '{pattern}', which matches no module, so it is not "
-                            f'known how to split it: {REMEDY}')
+            raise PlanError(
+                f"the plan of {type(model).__name__} names '{pattern}', which matches no module, so it is not "
+                f'known how to split it: {REMEDY}')
         styles.update(dict.fromkeys(matched, style))
-    foreign = [path for path, style in styles.items()
-               if style in COLUMN_STYLES | ROW_STYLES and not isinstance(modules[path], nn.Linear)]
+    foreign = [
+        path for path, style in styles.items()
+        if style in COLUMN_STYLES | ROW_STYLES and not isinstance(modules[path], nn.Linear)
+    ]
     if foreign:
-        raise PlanError(f"'{foreign[0]}' of {type(model).__name__} is a {type(modules[foreign[0]]).__name__}, no nn.Linear, so it "
-                        f'is not known how to split it: {REMEDY}')
+        raise PlanError(
+            f"'{foreign[0]}' of {type(model).__name__} is a {type(modules[foreign[0]]).__name__}, no nn.Linear, so it "
+            f'is not known how to split it: {REMEDY}')
     layers = f'{model.base_model_prefix}.layers.'
     blocks = {path.rpartition('.')[0] for path, style in styles.items() if style in COLUMN_STYLES | ROW_STYLES}
-    unplaced = [path for path, module in modules.items() if path.startswith(layers) and path not in styles
-                and (isinstance(module, nn.Linear) or path.rpartition('.')[0] not in blocks and _holds_matrix(module))]
+    unplaced = [
+        path for path, module in modules.items() if path.startswith(layers) and path not in styles and (
+            isinstance(module, nn.Linear) or path.rpartition('.')[0] not in blocks and _holds_matrix(module))
+    ]
     if unplaced:
-        raise PlanError(f"'{unplaced[0]}' of {type(model).__name__} is in no entry of its tensor-parallel plan, so it is not "
-                        f'known how to split it: {REMEDY}')
+        raise PlanError(
+            f"'{unplaced[0]}' of {type(model).__name__} is in no entry of its tensor-parallel plan, so it is not "
+            f'known how to split it: {REMEDY}')
     return styles
 
 
@@ -134,8 +140,9 @@ def attention_heads(config: PretrainedConfig, size: int) -> HeadLayout:
     num_heads = config.num_attention_heads
     num_key_value_heads = getattr(config, 'num_key_value_heads', None) or num_heads
     if size > num_heads:
-        raise PlanError(f'tensor_parallel_size={size} is more than the {num_heads} query heads of this model: legal values '
-                        f'are {legal_tensor_sizes(num_heads)}')
+        raise PlanError(
+            f'tensor_parallel_size={size} is more than the {num_heads} query heads of this model: legal values '
+            f'are {legal_tensor_sizes(num_heads)}')
     return head_layout(num_heads, num_key_value_heads, size)
 
 
@@ -168,8 +175,9 @@ class _AttentionPlanner:
 
     def _expect(self, name: str, known: bool, size: int, expected: int) -> None:
         if not known or size != expected:
-            raise PlanError(f"'{self.path}.{name}' is not a projection of whole heads ({size} features, {expected} expected), "
-                            f'so it cannot be split: {REMEDY}')
+            raise PlanError(
+                f"'{self.path}.{name}' is not a projection of whole heads ({size} features, {expected} expected), "
+                f'so it cannot be split: {REMEDY}')
 
     def _column(self, name: str, child: nn.Linear) -> Layout:
         query_size, key_value_size = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
@@ -199,8 +207,9 @@ class _AttentionPlanner:
             return NormCut(axis=0, layout=layout)
         if shapes == {(heads * self.head_dim, )} and type(child).__name__ in PROJECTION_RMS_NORMS:
             return NormCut(axis=0, layout=elements, over_projection=True)
-        raise PlanError(f"'{self.path}.{name}' ({type(child).__name__}, shapes {sorted(shapes)}) is not known, so it cannot "
-                        f'be split: {REMEDY}')
+        raise PlanError(
+            f"'{self.path}.{name}' ({type(child).__name__}, shapes {sorted(shapes)}) is not known, so it cannot "
+            f'be split: {REMEDY}')
 
 
 def _refuse_own_parameters(path: str, block: nn.Module) -> None:
@@ -223,7 +232,8 @@ def _mlp_plan(path: str, block: nn.Module, styles: dict[str, str], size: int, mu
     for name, style in styles.items():
         child = getattr(block, name)
         if style in ROW_STYLES:
-            plan.linears[name] = LinearCut(kind='row', layout=_cut_intermediate(path, child.in_features, size, multiple))
+            plan.linears[name] = LinearCut(
+                kind='row', layout=_cut_intermediate(path, child.in_features, size, multiple))
         elif child.out_features == inner and style == 'colwise':
             plan.linears[name] = LinearCut(kind='column', layout=_cut_intermediate(path, inner, size, multiple))
         elif inner and child.out_features == 2 * inner and (name in FUSED_GATE_UP or style == 'packed_colwise'):
@@ -232,23 +242,27 @@ def _mlp_plan(path: str, block: nn.Module, styles: dict[str, str], size: int, mu
         elif style == 'colwise_gather_output':
             plan.linears[name] = LinearCut(kind='column_gather', layout=even_layout(child.out_features, size))
         else:
-            raise PlanError(f"'{path}.{name}' has {child.out_features} outputs, but the block's output projection takes "
-                            f'{inner}, so it is not known how to split it: {REMEDY}')
+            raise PlanError(
+                f"'{path}.{name}' has {child.out_features} outputs, but the block's output projection takes "
+                f'{inner}, so it is not known how to split it: {REMEDY}')
     gathers = any(cut.kind == 'column_gather' for cut in plan.linears.values())
     for name, child in block.named_children():
         if name not in plan.linears and next(child.parameters(), None) is not None:
             plan.norms[name] = _activation(path, name, child, gathers)
     _refuse_own_parameters(path, block)
     if gathers:
-        plan.linears = {name: LinearCut(kind='row_split', layout=cut.layout) if cut.kind == 'row' else cut
-                        for name, cut in plan.linears.items()}
+        plan.linears = {
+            name: LinearCut(kind='row_split', layout=cut.layout) if cut.kind == 'row' else cut
+            for name, cut in plan.linears.items()
+        }
     return plan
 
 
 def _cut_intermediate(path: str, features: int, size: int, multiple: int) -> Layout:
     if size > features:
-        raise PlanError(f"tensor_parallel_size={size} is more than the {features} features of '{path}': legal values are "
-                        f'1 to {features}')
+        raise PlanError(
+            f"tensor_parallel_size={size} is more than the {features} features of '{path}': legal values are "
+            f'1 to {features}')
     return intermediate_layout(features, size, multiple)
 
 
@@ -280,12 +294,14 @@ def plan_model(model: PreTrainedModel, size: int, multiple: int = 1) -> ModelPla
         if hasattr(block, 'head_dim'):
             blocks[path] = _AttentionPlanner(path, block, model.config, size).plan(styles)
         elif (QUERY | KEY_VALUE | FUSED_QKV) & set(styles):
-            raise PlanError(f"'{path}' ({type(block).__name__}) does not say its head size, so it is not known where to split "
-                            f'it: {REMEDY}')
+            raise PlanError(
+                f"'{path}' ({type(block).__name__}) does not say its head size, so it is not known where to split "
+                f'it: {REMEDY}')
         else:
             blocks[path] = _mlp_plan(path, block, styles, size, multiple)
     vocabulary = model.get_input_embeddings().num_embeddings
     if size > vocabulary:
-        raise PlanError(f'tensor_parallel_size={size} is more than the vocabulary of {vocabulary}: legal values are 1 to '
-                        f'{vocabulary}')
+        raise PlanError(
+            f'tensor_parallel_size={size} is more than the vocabulary of {vocabulary}: legal values are 1 to '
+            f'{vocabulary}')
     return ModelPlan(blocks=blocks, vocabulary=even_layout(vocabulary, size))

@@ -3,10 +3,9 @@
 All of it reads the parameters' `ShardSpec`. Collectives run on flat buckets; every process visits the parameters in the
 same order.
 """
-from typing import Iterable, Iterator
-
 import torch
 import torch.distributed as dist
+from typing import Iterable, Iterator
 
 from ..mesh import ParallelMesh
 from ..sharding import spec_of
@@ -22,8 +21,8 @@ def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Consecutive tensors of one dtype, of about BUCKET_ELEMENTS elements together."""
     bucket: list[torch.Tensor] = []
     for tensor in tensors:
-        if bucket and (tensor.dtype != bucket[0].dtype
-                       or sum(t.numel() for t in bucket) + tensor.numel() > BUCKET_ELEMENTS):
+        if bucket and (tensor.dtype != bucket[0].dtype or sum(t.numel()
+                                                              for t in bucket) + tensor.numel() > BUCKET_ELEMENTS):
             yield bucket
             bucket = []
         bucket.append(tensor)

@@ -4,12 +4,11 @@ GPipe (arXiv:1811.06965), 1F1B (arXiv:2006.09503) and interleaved 1F1B (arXiv:21
 a schedule cannot take (fewer than stages, or no multiple of its rounds: the end of an epoch) runs in GPipe's order, which
 computes the same numbers.
 """
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Callable, Optional
-
 import torch
+from contextlib import AbstractContextManager, nullcontext
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleLoopedBFS
 from transformers import PreTrainedModel
+from typing import Any, Callable, Optional
 
 from ..mesh import ParallelMesh
 from .split import StageSplit
@@ -31,8 +30,14 @@ def _schedule(kind: str, stages: list[HiddenStateStage], num_micro_batches: int,
     return ScheduleGPipe(stages[0], **common)
 
 
-def run_micro_batches(lm: PreTrainedModel, batches: list[dict[str, Any]], loss_fn: LossFunction, *, split: StageSplit,
-                      mesh: ParallelMesh, kind: str = '1f1b', backward: bool = True,
+def run_micro_batches(lm: PreTrainedModel,
+                      batches: list[dict[str, Any]],
+                      loss_fn: LossFunction,
+                      *,
+                      split: StageSplit,
+                      mesh: ParallelMesh,
+                      kind: str = '1f1b',
+                      backward: bool = True,
                       autocast: Callable[[], AbstractContextManager] = nullcontext) -> list[torch.Tensor]:
     """Forward, and backward if asked for, of some micro-batches; gradients add up in the parameters.
 
@@ -54,9 +59,14 @@ def run_micro_batches(lm: PreTrainedModel, batches: list[dict[str, Any]], loss_f
     device = batches[0]['input_ids'].device
     shapes = [(*batch['input_ids'].shape, lm.config.hidden_size) for batch in batches]
     stages = [
-        HiddenStateStage(StageChunk(decoder_view(lm, split, stage), batches, stage == 0, autocast), stage, split.num_stages,
-                         device, mesh.pipeline_group, shapes=shapes, dtype=lm.dtype)
-        for stage in split.stages_of(mesh.pipeline_rank)
+        HiddenStateStage(
+            StageChunk(decoder_view(lm, split, stage), batches, stage == 0, autocast),
+            stage,
+            split.num_stages,
+            device,
+            mesh.pipeline_group,
+            shapes=shapes,
+            dtype=lm.dtype) for stage in split.stages_of(mesh.pipeline_rank)
     ]
     schedule = _schedule(kind if backward else 'gpipe', stages, len(batches),
                          lambda hidden, index: loss_fn(hidden, int(index)))
@@ -67,7 +77,9 @@ def run_micro_batches(lm: PreTrainedModel, batches: list[dict[str, Any]], loss_f
     with nullcontext() if backward else torch.no_grad():
         schedule._step_microbatches(
             arg_mbs=[()] * len(batches),
-            kwarg_mbs=[{'index': i} for i in range(len(batches))],
+            kwarg_mbs=[{
+                'index': i
+            } for i in range(len(batches))],
             target_mbs=[torch.tensor(i) for i in range(len(batches))],
             losses=losses,
             return_outputs=False)

@@ -72,7 +72,11 @@ def balanced_counts(costs: Sequence[float], num_stages: int, *, head_cost: float
     return [b - a for a, b in zip(bounds, bounds[1:])]
 
 
-def split_layers(costs: Sequence[float], *, num_ranks: int, chunks: int = 1, head_cost: float = 0.,
+def split_layers(costs: Sequence[float],
+                 *,
+                 num_ranks: int,
+                 chunks: int = 1,
+                 head_cost: float = 0.,
                  by_hand: Optional[str] = None) -> StageSplit:
     """The split of a model, balanced by cost or as `by_hand` says.
 

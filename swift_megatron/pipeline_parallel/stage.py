@@ -7,22 +7,24 @@ norm unless it is the last. Only hidden states travel; masks and positions come 
 B batch, S sequence (each micro-batch has its own), H hidden.
 """
 import copy
-from contextlib import AbstractContextManager
-from typing import Any, Callable, Optional
-
 import torch
 import torch.distributed as dist
+from contextlib import AbstractContextManager
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.stage import _RecvInfo
 from torch.distributed.pipelining._utils import extract_tensor_meta
+from torch.distributed.pipelining.stage import _RecvInfo
 from transformers import PreTrainedModel
+from typing import Any, Callable, Optional
 
 from .split import StageSplit
 
 DECODER_INPUTS = ('input_ids', 'attention_mask', 'position_ids', 'token_type_ids', 'cu_seq_lens_q', 'cu_seq_lens_k',
                   'max_length_q', 'max_length_k')
-NEUTRAL = {'embedding_multiplier': 1., 'embedding_dropout': 0.}  # what a decoder does to embeddings, not again on later stages
+NEUTRAL = {
+    'embedding_multiplier': 1.,
+    'embedding_dropout': 0.
+}  # what a decoder does to embeddings, not again on later stages
 
 
 class StageError(ValueError):
@@ -45,8 +47,9 @@ def final_norm_name(lm: PreTrainedModel) -> str:
     plan = getattr(lm.config, 'base_model_pp_plan', None) or {}
     after = list(plan)[list(plan).index('layers') + 1:] if 'layers' in plan else []
     if len(after) != 1 or plan['layers'][1] != ['hidden_states'] or 'hidden_states' not in plan['layers'][0]:
-        raise StageError(f'{type(lm).__name__} publishes no pipeline plan in which only hidden states pass between layers, so '
-                         'it cannot be cut into stages: use --pipeline_parallel_size 1')
+        raise StageError(
+            f'{type(lm).__name__} publishes no pipeline plan in which only hidden states pass between layers, so '
+            'it cannot be cut into stages: use --pipeline_parallel_size 1')
     return after[0]
 
 
@@ -86,8 +89,9 @@ def check_passes_hidden_states(lm: PreTrainedModel, split: StageSplit) -> None:
     with torch.no_grad():
         returned = view(inputs_embeds=probe.clone(), use_cache=False).last_hidden_state
     if not torch.equal(returned, probe):
-        raise StageError(f'{type(lm).__name__} changes hidden states before its first layer, so it cannot be cut into stages: '
-                         'use --pipeline_parallel_size 1')
+        raise StageError(
+            f'{type(lm).__name__} changes hidden states before its first layer, so it cannot be cut into stages: '
+            'use --pipeline_parallel_size 1')
 
 
 class StageChunk(nn.Module):
@@ -126,11 +130,17 @@ class HiddenStateStage(PipelineStage):
         dtype: Of the hidden states.
     """
 
-    def __init__(self, chunk: StageChunk, stage: int, num_stages: int, device: torch.device, group: dist.ProcessGroup, *,
-                 shapes: list[tuple[int, int, int]], dtype: torch.dtype) -> None:
+    def __init__(self, chunk: StageChunk, stage: int, num_stages: int, device: torch.device, group: dist.ProcessGroup,
+                 *, shapes: list[tuple[int, int, int]], dtype: torch.dtype) -> None:
         example = torch.empty(shapes[0], device='meta', dtype=dtype, requires_grad=True)
-        super().__init__(chunk, stage, num_stages, device, input_args=() if stage == 0 else (example, ),
-                         output_args=(example, ), group=group)
+        super().__init__(
+            chunk,
+            stage,
+            num_stages,
+            device,
+            input_args=() if stage == 0 else (example, ),
+            output_args=(example, ),
+            group=group)
         self.shapes, self.dtype = shapes, dtype
 
     def _buffer(self, index: int) -> torch.Tensor:
@@ -143,14 +153,14 @@ class HiddenStateStage(PipelineStage):
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         self.args_recv_info = {}
         for index in range(num_microbatches):
-            self.args_recv_info[index] = () if self.is_first else (_RecvInfo(
-                f'hidden_{index}', self.stage_index - 1, None, self._meta(index, True)), )
+            self.args_recv_info[index] = () if self.is_first else (_RecvInfo(f'hidden_{index}', self.stage_index
+                                                                             - 1, None, self._meta(index, True)), )
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
         self.chunks = num_microbatches
         for index in range(num_microbatches):
-            self.grad_recv_info[index] = () if self.is_last else (_RecvInfo(
-                f'hidden_grad_{index}', self.stage_index + 1, None, self._meta(index, False)), )
+            self.grad_recv_info[index] = () if self.is_last else (_RecvInfo(f'hidden_grad_{index}', self.stage_index
+                                                                            + 1, None, self._meta(index, False)), )
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list:
         for info in self.args_recv_info[fwd_chunk_id]:

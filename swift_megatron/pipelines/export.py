@@ -42,8 +42,10 @@ class ExportConfig:
         known = {spec.name for spec in fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise ConfigError([f"there is no argument '--{unknown[0]}' for export: it takes --{', --'.join(sorted(known))}; "
-                               'for other formats use swift export'])
+            raise ConfigError([
+                f"there is no argument '--{unknown[0]}' for export: it takes --{', --'.join(sorted(known))}; "
+                'for other formats use swift export'
+            ])
         return cls(**values)
 
     def complete(self) -> None:
@@ -53,7 +55,8 @@ class ExportConfig:
             ConfigError: with every fault.
         """
         if not self.merge_lora:
-            raise ConfigError(['export only merges adapters: add --merge_lora true (for other formats use swift export)'])
+            raise ConfigError(
+                ['export only merges adapters: add --merge_lora true (for other formats use swift export)'])
         if self.merge_into not in TARGETS:
             raise ConfigError([f'--merge_into {self.merge_into} does not exist: use {" or ".join(TARGETS)}'])
         if not self.adapters or not os.path.isdir(self.adapters):
@@ -65,8 +68,10 @@ class ExportConfig:
         if not self.model or not os.path.isdir(self.model):
             raise ConfigError([f"the base model '{self.model}' is no local folder: give one with --model"])
         if self.merge_into == 'dequantized' and self.quant_bits not in (4, 8):
-            raise ConfigError(['--merge_into dequantized needs a quantised base, but the run of this adapter had none: leave it out, '
-                               'or state --quant_bits 4 --bnb_4bit_quant_type nf4'])
+            raise ConfigError([
+                '--merge_into dequantized needs a quantised base, but the run of this adapter had none: leave it out, '
+                'or state --quant_bits 4 --bnb_4bit_quant_type nf4'
+            ])
         self.output_dir = self.output_dir or f'{self.adapters.rstrip("/")}-merged'
 
 
@@ -91,11 +96,13 @@ def export_main(config: ExportConfig) -> list[str]:
         quantization = QuantizationConfig(
             format='int8' if config.quant_bits == 8 else config.bnb_4bit_quant_type or 'nf4', double=double)
     try:
-        merge_adapter(config.model, config.adapters, config.output_dir, into=config.merge_into, quantization=quantization)
+        merge_adapter(
+            config.model, config.adapters, config.output_dir, into=config.merge_into, quantization=quantization)
     except MergeError as error:
         raise ConfigError([str(error)]) from error
     lines = [f"merged '{config.adapters}' into '{config.model}': {config.output_dir}"]
     if config.quant_bits and config.merge_into == 'checkpoint':
-        lines.append('the adapter was trained on a quantised base and is merged into the 16-bit checkpoint; --merge_into dequantized '
-                     'merges into the weights that it was trained on')
+        lines.append(
+            'the adapter was trained on a quantised base and is merged into the 16-bit checkpoint; --merge_into dequantized '
+            'merges into the weights that it was trained on')
     return lines

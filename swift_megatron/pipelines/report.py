@@ -1,14 +1,13 @@
 """What a run tells at its start: how the model lies on the processes, what a step is, and how much of it is idle."""
 import resource
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing import Any
 
 from ..config import ParallelFields
 from ..mesh import ParallelMesh
-from ..model.build import frozen_bytes, matrix_elements
+from ..model.accounting import frozen_bytes, matrix_elements
 from ..model.language_modeling import causal_lm
 from ..pipeline_parallel.split import bubble, micro_batches_for_bubble
 
@@ -72,8 +71,9 @@ def layout_report(config: ParallelFields, model: nn.Module, mesh: ParallelMesh, 
         largest = max(ranks, key=lambda share: sum(share['frozen'].values()) + share['trainable'])
         work = 100 * sum(share['work'] for share in ranks) / total_work
         formats = ' + '.join(f'{size / MIB:.1f} MiB {name}' for name, size in largest['frozen'].items())
-        lines.append(f'stage {stage}: layers {", ".join(largest["layers"])}; {work:.0f} % of the products; per rank frozen '
-                     f'{formats or "0 MiB"}, trainable {largest["trainable"] / MIB:.1f} MiB')
+        lines.append(
+            f'stage {stage}: layers {", ".join(largest["layers"])}; {work:.0f} % of the products; per rank frozen '
+            f'{formats or "0 MiB"}, trainable {largest["trainable"] / MIB:.1f} MiB')
     return lines + _pipeline_lines(p, m, config.virtual_pipeline_size)
 
 
@@ -83,8 +83,9 @@ def _pipeline_lines(p: int, m: int, v: int) -> list[str]:
     idle = bubble(p, m, v)
     lines = [f'expected pipeline bubble: {100 * idle:.0f} % of the step']
     if m < p:
-        lines.append(f'warning: num_micro_batches={m} is less than pipeline_parallel_size={p}: some stages are always idle; '
-                     f'--num_micro_batches {p} or more keeps all of them busy')
+        lines.append(
+            f'warning: num_micro_batches={m} is less than pipeline_parallel_size={p}: some stages are always idle; '
+            f'--num_micro_batches {p} or more keeps all of them busy')
     if idle > IDLE_LIMIT:
         lines.append(f'warning: the bubble is above {100 * IDLE_LIMIT:.0f} %: --num_micro_batches '
                      f'{micro_batches_for_bubble(p, IDLE_LIMIT, v)} brings it down to that')
@@ -101,25 +102,30 @@ def memory_report(model: nn.Module, optimizer: Any, mesh: ParallelMesh) -> list[
     """
     own = {
         **frozen_bytes(model),
-        'trainable': _trainable_bytes(model),
-        'optimizer': sum(value.numel() * value.element_size() for state in optimizer.state.values()
-                         for value in state.values() if hasattr(value, 'numel')),
+        'trainable':
+        _trainable_bytes(model),
+        'optimizer':
+        sum(value.numel() * value.element_size() for state in optimizer.state.values() for value in state.values()
+            if hasattr(value, 'numel')),
     }
     peak = _peak_bytes()
     shares = [(own, peak)]
     if dist.is_initialized():
         shares = [({}, 0) for _ in range(dist.get_world_size())]
         dist.all_gather_object(shares, (own, peak))
-    first_replica = [share for rank, share in enumerate(shares)
-                     if rank // mesh.tensor_parallel_size % mesh.data_parallel_size == 0]
+    first_replica = [
+        share for rank, share in enumerate(shares) if rank // mesh.tensor_parallel_size % mesh.data_parallel_size == 0
+    ]
     names = list(dict.fromkeys(name for share, _ in first_replica for name in share))
     largest = {name: max(share.get(name, 0) for share, _ in first_replica) for name in names}
     together = {name: sum(share.get(name, 0) for share, _ in first_replica) for name in names}
-    lines = ['memory, largest rank: ' + ', '.join(f'{name} {size / MIB:.1f} MiB' for name, size in largest.items())
-             + f'; peak {max(peak for _, peak in shares) / MIB:.0f} MiB ({"device" if torch.cuda.is_available() else "process"})']
+    lines = [
+        'memory, largest rank: ' + ', '.join(f'{name} {size / MIB:.1f} MiB' for name, size in largest.items()) +
+        f'; peak {max(peak for _, peak in shares) / MIB:.0f} MiB ({"device" if torch.cuda.is_available() else "process"})'
+    ]
     if mesh.model_parallel_size > 1:
-        lines.append('memory, one card would hold at most: '
-                     + ', '.join(f'{name} {size / MIB:.1f} MiB' for name, size in together.items()))
+        lines.append('memory, one card would hold at most: ' + ', '.join(f'{name} {size / MIB:.1f} MiB'
+                                                                         for name, size in together.items()))
     return lines
 
 

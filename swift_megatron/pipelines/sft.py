@@ -1,7 +1,5 @@
 """`sft` and `pt`: ms-swift's pipeline with a partitioned model, own adapters on it, and this package's trainer."""
 import os
-from typing import Any, Optional, Union
-
 import torch
 import torch.distributed as dist
 from peft import PeftModel
@@ -12,11 +10,14 @@ from swift.tuners import LoraConfig
 from swift.utils import HfConfigFactory, get_current_device, get_logger, seed_everything
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
+from typing import Any, Optional, Union
 
 from ..arguments import PretrainConfig, TrainerConfig, own_trainer_classes, parse_arguments
 from ..lora.inject import add_lora, load_lora
 from ..mesh import ParallelMesh
-from ..model.build import build_model, keep_own_stages, owned_elements, unlike_one_card
+from ..model.accounting import owned_elements, unlike_one_card
+from ..model.build import build_model
+from ..model.stages import keep_own_stages
 from ..quantization.base import QuantizationConfig
 from ..sharding import record_parameters
 from .report import layout_report, memory_report
@@ -28,14 +29,21 @@ def load_partitioned(config: TrainerConfig, mesh: ParallelMesh) -> tuple[PreTrai
     """This rank's part of the model that the config names, with ms-swift's attributes, and the processor."""
     _, processor = config.get_model_processor(load_model=False, download_model=True)
     model_info = processor.model_info
-    model = build_model(model_info.config, mesh, directory=model_info.model_dir, dtype=model_info.torch_dtype,
-                        device=torch.device(get_current_device()), trust_remote_code=True,
-                        chunks=config.virtual_pipeline_size, layers_by_hand=config.pipeline_layers,
-                        quantization=quantization_config(config))
+    model = build_model(
+        model_info.config,
+        mesh,
+        directory=model_info.model_dir,
+        dtype=model_info.torch_dtype,
+        device=torch.device(get_current_device()),
+        trust_remote_code=True,
+        chunks=config.virtual_pipeline_size,
+        layers_by_hand=config.pipeline_layers,
+        quantization=quantization_config(config))
     differing = unlike_one_card(model)
     if differing:
-        logger.warning(f'{len(differing)} quantised weights, such as {differing[0]}, are cut through blocks of 64 values: they '
-                       'are quantised after the cut, and differ from those of QLoRA on one card by quantisation error.')
+        logger.warning(
+            f'{len(differing)} quantised weights, such as {differing[0]}, are cut through blocks of 64 values: they '
+            'are quantised after the cut, and differ from those of QLoRA on one card by quantisation error.')
     for name in model.unused_checkpoint_names[:3]:
         logger.warning(f"'{name}' in the checkpoint has no place in the model and was not read.")
     model.model_info, model.model_meta, model.model_dir = model_info, processor.model_meta, model_info.model_dir
@@ -49,8 +57,10 @@ def quantization_config(config: TrainerConfig) -> Optional[QuantizationConfig]:
     """How frozen linears are stored; None for dense ones."""
     if config.quant_method is None:
         return None
-    return QuantizationConfig(format='int8' if config.quant_bits == 8 else config.bnb_4bit_quant_type, double=config.bnb_4bit_use_double_quant,
-                              compute_dtype=config.bnb_4bit_compute_dtype)
+    return QuantizationConfig(
+        format='int8' if config.quant_bits == 8 else config.bnb_4bit_quant_type,
+        double=config.bnb_4bit_use_double_quant,
+        compute_dtype=config.bnb_4bit_compute_dtype)
 
 
 def create_mesh(config: TrainerConfig) -> ParallelMesh:

@@ -5,13 +5,12 @@ them in turn, the first that matches makes the weight.
 
 O output, I input features of the whole matrix, /T this rank's part.
 """
-from abc import abstractmethod
-from dataclasses import dataclass
-from typing import Any, Callable, Literal, Optional
-
 import torch
 import torch.nn.functional as F
+from abc import abstractmethod
+from dataclasses import dataclass
 from torch import nn
+from typing import Any, Callable, Literal, Optional
 
 from ..mesh import ParallelMesh
 from ..sharding import ShardSpec
@@ -89,7 +88,9 @@ class DecodedProduct(torch.autograd.Function):
         return grad @ ctx.decode(grad.dtype), None
 
 
-def product(x: torch.Tensor, weight: nn.Parameter | QuantizedWeight, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
+def product(x: torch.Tensor,
+            weight: nn.Parameter | QuantizedWeight,
+            bias: Optional[torch.Tensor] = None) -> torch.Tensor:
     """X W^T + b for a weight in any format. (..., I/T) -> (..., O/T)"""
     if isinstance(weight, QuantizedWeight):
         y = weight.product(x)

@@ -6,11 +6,10 @@ the whole matrix bit for bit (without double quantisation, whose second scale is
 bitsandbytes' decoder for CPUs is wrong for rows that are no multiple of 64 long, and its kernels assume such rows. Those
 matrices are stored as rows of one block each, which has the same codes, and multiplied after decoding.
 """
-from typing import Any
-
 import bitsandbytes.functional as bnb_functional
 import torch
 from bitsandbytes.autograd._functions import MatMul4Bit
+from typing import Any
 
 from ..mesh import ParallelMesh
 from ..sharding import ShardSpec
@@ -40,7 +39,10 @@ class FourBitWeight(QuantizedWeight):
         if not self.whole_rows:
             weight = torch.nn.functional.pad(flat, (0, self.padding)).view(-1, config.block_size)
         codes, state = bnb_functional.quantize_4bit(
-            weight.contiguous(), blocksize=config.block_size, compress_statistics=config.double, quant_type=config.format)
+            weight.contiguous(),
+            blocksize=config.block_size,
+            compress_statistics=config.double,
+            quant_type=config.format)
         self.register_buffer('codes', codes, persistent=False)
         for name, tensor in _state_tensors(state).items():
             self.register_buffer(name, tensor, persistent=False)
@@ -79,4 +81,3 @@ def _state_tensors(state: Any) -> dict[str, torch.Tensor]:
     if state.nested:
         tensors |= {'offset': state.offset, 'absmax_scale': state.state2.absmax, 'absmax_table': state.state2.code}
     return tensors
-

@@ -51,4 +51,3 @@ class EightBitWeight(QuantizedWeight):
 
     def extra_repr(self) -> str:
         return f'int8, {self.codes.shape[0]} x {self.codes.shape[1]}'
-

@@ -3,10 +3,9 @@
 Only numbers per token cross the ranks: the largest logit with its token, and three sums. N tokens, V vocabulary, V/T
 this rank's part.
 """
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
+from dataclasses import dataclass
 
 from ..mesh import ParallelMesh
 

@@ -3,11 +3,10 @@
 V vocabulary, H hidden. Every rank looks up the tokens that it holds, has zeros for the rest, and the ranks' results are
 added. The vocabulary need not divide: the ranges are then uneven, no row is padded.
 """
-from typing import Optional
-
 import torch
 import torch.nn.functional as F
 from torch import nn
+from typing import Optional
 
 from ..mesh import ParallelMesh
 from ..sharding import Layout, set_records
@@ -26,9 +25,16 @@ class VocabParallelEmbedding(nn.Embedding):
         scale: Factor on the result (gemma); a tensor so that its rounding is the model's own.
     """
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, layout: Layout, mesh: ParallelMesh, *,
-                 padding_idx: Optional[int] = None, scale: Optional[torch.Tensor] = None,
-                 device: Optional[torch.device] = None, dtype: Optional[torch.dtype] = None) -> None:
+    def __init__(self,
+                 num_embeddings: int,
+                 embedding_dim: int,
+                 layout: Layout,
+                 mesh: ParallelMesh,
+                 *,
+                 padding_idx: Optional[int] = None,
+                 scale: Optional[torch.Tensor] = None,
+                 device: Optional[torch.device] = None,
+                 dtype: Optional[torch.dtype] = None) -> None:
         nn.Module.__init__(self)  # not nn.Embedding's: that one fills the table with random numbers
         self.mesh, self.layout = mesh, layout
         self.global_num_embeddings, self.embedding_dim = num_embeddings, embedding_dim

@@ -9,10 +9,9 @@ The region is entered once by the block around the column-parallel layers, not b
 
 B batch, S sequence, I input, O output size of the whole layer, /T this rank's part.
 """
-from typing import Optional
-
 import torch
 from torch import nn
+from typing import Optional
 
 from ..mesh import ParallelMesh
 from ..quantization.base import QuantizationConfig, product, quantize
@@ -33,8 +32,15 @@ class PartitionedLinear(nn.Module):
     """
     cut_axis: int  # of the weight (O, I)
 
-    def __init__(self, in_features: int, out_features: int, layout: Layout, mesh: ParallelMesh, *, bias: bool = False,
-                 device: Optional[torch.device] = None, dtype: Optional[torch.dtype] = None) -> None:
+    def __init__(self,
+                 in_features: int,
+                 out_features: int,
+                 layout: Layout,
+                 mesh: ParallelMesh,
+                 *,
+                 bias: bool = False,
+                 device: Optional[torch.device] = None,
+                 dtype: Optional[torch.dtype] = None) -> None:
         super().__init__()
         self.mesh, self.layout = mesh, layout
         self.global_in_features, self.global_out_features = in_features, out_features

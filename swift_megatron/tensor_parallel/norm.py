@@ -23,8 +23,14 @@ class ProjectionRMSNorm(nn.Module):
     rank, and so does the gradient through them, which suits the partial sums of the projection's own gradient.
     """
 
-    def __init__(self, size: int, layout: Layout, mesh: ParallelMesh, *, eps: float,
-                 device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(self,
+                 size: int,
+                 layout: Layout,
+                 mesh: ParallelMesh,
+                 *,
+                 eps: float,
+                 device: torch.device | None = None,
+                 dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.mesh, self.size, self.eps = mesh, size, eps
         spec = mesh.spec((size, ), axis=0, layout=layout, partial=True)

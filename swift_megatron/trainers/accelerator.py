@@ -1,10 +1,9 @@
 """accelerate's view of the processes, reduced to model replicas: data is dealt to and gathered from replicas."""
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
+from typing import Any
 
 from ..mesh import ParallelMesh
 

@@ -1,6 +1,5 @@
 """Training arguments that know how many processes hold one model: what counts processes counts replicas."""
 from dataclasses import dataclass
-
 from swift.trainers import Seq2SeqTrainingArguments
 
 

@@ -3,12 +3,11 @@
 The first rank of a replica reads, tokenises and collates; the others receive its batches, together with its random state,
 so that dropout masks stay in step whatever the data pipeline draws.
 """
-from typing import Any, Iterator, Optional
-
 import torch
 import torch.distributed as dist
 from swift.dataloader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard
 from swift.utils import to_device
+from typing import Any, Iterator, Optional
 
 from ..mesh import ParallelMesh
 
@@ -69,7 +68,8 @@ class ReplicaDataLoader(DataLoaderDispatcher):
     A DataLoaderDispatcher by type, so that ms-swift's resuming recognises it.
     """
 
-    def __init__(self, loader: DataLoaderShard | DataLoaderDispatcher, mesh: ParallelMesh, device: torch.device) -> None:
+    def __init__(self, loader: DataLoaderShard | DataLoaderDispatcher, mesh: ParallelMesh,
+                 device: torch.device) -> None:
         super().__init__(loader, device)
         self.loader, self.mesh = loader, mesh
 

@@ -1,10 +1,9 @@
 """ms-swift's Seq2SeqTrainer on a partitioned causal LM: the loss from hidden states, never from whole logits."""
-from typing import Any, Optional
-
 import torch
 from swift.metrics import compute_acc
 from swift.trainers import Seq2SeqTrainer
 from torch import nn
+from typing import Any, Optional
 
 from ..model.language_modeling import hidden_states, token_losses
 from ..pipeline_parallel.stage import DECODER_INPUTS
@@ -20,7 +19,10 @@ class ParallelSeq2SeqTrainer(ParallelTrainerMixin, Seq2SeqTrainer):
         """Always off: logits are computed for tokens with a label alone, whatever else is in the batch."""
         return False
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
+    def compute_loss(self,
+                     model: nn.Module,
+                     inputs: dict[str, Any],
+                     return_outputs: bool = False,
                      num_items_in_batch: Optional[torch.Tensor] = None) -> Any:
         """Sum of the token losses over the number of label tokens in the global batch, times the number of replicas.
 
@@ -85,7 +87,9 @@ class ParallelSeq2SeqTrainer(ParallelTrainerMixin, Seq2SeqTrainer):
         """Share of tokens (or of whole samples) that were predicted right, logged as token_acc or seq_acc."""
         whole = torch.zeros_like(labels).masked_scatter(chosen, predictions)  # (B, S)
         metrics = compute_acc(
-            whole, labels, acc_strategy=self.args.acc_strategy,
+            whole,
+            labels,
+            acc_strategy=self.args.acc_strategy,
             cu_seqlens=cu_seqlens if self.args.acc_strategy == 'seq' else None)
         for name, values in metrics.items():
             self.custom_metrics[self._mode][name].update(values)

@@ -3,10 +3,9 @@
 A failure means that tests/distributed/test_parity.py would stay green while the package is wrong in that way.
 """
 import dataclasses
-from typing import Any, Callable
-
 import pytest
 import torch
+from typing import Any, Callable
 
 from swift_megatron.lora import inject
 from swift_megatron.mesh import ParallelMesh
@@ -82,6 +81,7 @@ def norm_counts_copies(patch: Patch) -> None:
 
 def bias_on_every_rank(patch: Patch) -> None:
     """The bias of a row-parallel layer is added before the all-reduce."""
+
     def finish(self: RowParallelLinear, partial: torch.Tensor) -> torch.Tensor:
         return regions.reduce_from_tensor_parallel_region(partial if self.bias is None else partial + self.bias,
                                                           self.mesh)
@@ -91,8 +91,8 @@ def bias_on_every_rank(patch: Patch) -> None:
 
 def foreign_tokens(patch: Patch) -> None:
     """The embedding counts row 0 for tokens of other ranks."""
-    patch.setattr(VocabParallelEmbedding, 'lookup', lambda self, table, ids: torch.nn.functional.embedding(
-        self.local_ids(ids)[0], table))
+    patch.setattr(VocabParallelEmbedding, 'lookup',
+                  lambda self, table, ids: torch.nn.functional.embedding(self.local_ids(ids)[0], table))
 
 
 def vocabulary_offset(patch: Patch) -> None:
@@ -110,8 +110,8 @@ def region_not_entered(patch: Patch) -> None:
 def head_norms_are_not_partial(patch: Patch) -> None:
     """Norms by head keep one rank's share of their gradient."""
     original = partition._partition_norm
-    patch.setattr(partition, '_partition_norm', lambda block, name, cut, mesh: original(
-        block, name, dataclasses.replace(cut, partial=False), mesh))
+    patch.setattr(partition, '_partition_norm',
+                  lambda block, name, cut, mesh: original(block, name, dataclasses.replace(cut, partial=False), mesh))
 
 
 def mean_over_one_token_too_many(patch: Patch) -> None:
@@ -141,8 +141,9 @@ BREAKS: dict[Callable[[Patch], None], list[tuple[str, str]]] = {  # -> (case, mo
     mean_over_one_token_too_many: [('uneven', 'lora')],
 }
 CASES = {'uneven': CASE, 'shared': SHARED}
-TRIALS = [(nothing, case, mode) for case in CASES for mode in ('full', 'lora')] + [
-    (broken, case, mode) for broken, trials in BREAKS.items() for case, mode in trials]
+TRIALS = [(nothing, case, mode) for case in CASES for mode in ('full', 'lora')] + [(broken, case, mode)
+                                                                                   for broken, trials in BREAKS.items()
+                                                                                   for case, mode in trials]
 
 
 def title(trial: tuple[Callable, str, str]) -> str:

@@ -6,12 +6,11 @@ backward for each decoder layer, whatever is adapted, and a few numbers per toke
 A failure means that a step sends more than it has to, which on slow links costs more than the computation saves.
 """
 import math
-from collections import Counter
-from typing import Any
-
 import pytest
 import torch.distributed as dist
+from collections import Counter
 from torch import nn
+from typing import Any
 
 from swift_megatron.lora.inject import add_lora
 from swift_megatron.mesh import ParallelMesh
@@ -29,8 +28,10 @@ LAYERS = 3
 PARALLEL_BLOCKS = {'cohere'}  # attention and MLP from one normed input
 NORMED_PROJECTIONS = {'olmo2': 2}  # norms over whole cut projections: q and k
 FAMILIES = ('llama', 'phi3', 'gemma2', 'cohere', 'olmo2', 'starcoder2', 'glm4')
-EVERY_LINEAR = ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'qkv_proj', 'gate_proj', 'up_proj', 'down_proj', 'gate_up_proj',
-                'c_fc', 'c_proj']
+EVERY_LINEAR = [
+    'q_proj', 'k_proj', 'v_proj', 'o_proj', 'qkv_proj', 'gate_proj', 'up_proj', 'down_proj', 'gate_up_proj', 'c_fc',
+    'c_proj'
+]
 MODES = ('full', 'linears', 'embedding too')
 
 
@@ -72,13 +73,21 @@ def step(directory: str, family: str, mode: str) -> dict[str, Any]:
         phases['step'] = log.calls
     partial = sum(
         math.prod(spec_of(p).global_shape) for p in parameters if spec_of(p).partial and spec_of(p).has_copies)
-    return {'phases': phases, 'tokens': data['input_ids'].numel(), 'hidden': hidden_size, 'labels': int(chosen.sum()),
-            'partial': partial}
+    return {
+        'phases': phases,
+        'tokens': data['input_ids'].numel(),
+        'hidden': hidden_size,
+        'labels': int(chosen.sum()),
+        'partial': partial
+    }
 
 
 def all_steps(directories: dict[str, str]) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(family, mode): step(directory, family, mode)
-            for family, directory in directories.items() for mode in MODES}
+    return {
+        (family, mode): step(directory, family, mode)
+        for family, directory in directories.items()
+        for mode in MODES
+    }
 
 
 @pytest.fixture(scope='module')

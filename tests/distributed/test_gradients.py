@@ -4,14 +4,13 @@ A failure means that a run clips, averages or skips otherwise than the unsharded
 ranks do from each other.
 """
 import math
-from typing import Any, Callable, Iterator
-
 import peft
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
+from typing import Any, Callable, Iterator
 
 from swift_megatron.lora.inject import add_lora
 from swift_megatron.mesh import ParallelMesh
@@ -343,8 +342,9 @@ def run_model_checks(sizes: list[int], directories: tuple[str, str]) -> dict[tup
     for size in sizes:
         mesh = ParallelMesh.create(tensor_parallel_size=size)
         for check, directory in zip(MODEL_CHECKS, directories):
-            faults[check.__name__, mesh.tensor_parallel_size, mesh.data_parallel_size] = [
-                (what, error) for what, error in check(mesh, directory) if not error <= MODEL]
+            faults[check.__name__, mesh.tensor_parallel_size,
+                   mesh.data_parallel_size] = [(what, error) for what, error in check(mesh, directory)
+                                               if not error <= MODEL]
     return faults
 
 
@@ -398,8 +398,10 @@ def model_faults(tmp_path_factory) -> dict[tuple, Any]:
     """Both model checks for t and d in {1, 2}."""
     directory = tmp_path_factory.mktemp('models')
     directories = (make_checkpoint(CASE, str(directory / 'random')), small_initialisation(str(directory / 'small')))
-    answers = [*launch(1, run_model_checks, [1], directories), *launch(2, run_model_checks, [1, 2], directories),
-               *launch(4, run_model_checks, [2], directories)]
+    answers = [
+        *launch(1, run_model_checks, [1], directories), *launch(2, run_model_checks, [1, 2], directories),
+        *launch(4, run_model_checks, [2], directories)
+    ]
     merged: dict[tuple, Any] = {}
     for answer in answers:
         for key, found in answer.items():

@@ -7,13 +7,12 @@ leaves room.
 Where several ranks hold the same rows (shared key/value heads), each rank uses its copy on its own. The reference then
 is one whole tensor that is used by all ranks in turn: `sum_r <Y[rows of r], C_r>`.
 """
-from typing import Any, Callable, Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from typing import Any, Callable, Iterator
 
 from swift_megatron.mesh import ParallelMesh
 from swift_megatron.optim.gradients import sum_partial_gradients
@@ -202,7 +201,12 @@ def embedding(mesh: ParallelMesh) -> Errors:
                 with torch.no_grad():
                     whole.weight.normal_()  # the padding row too: it may hold numbers in a checkpoint
                 layer = VocabParallelEmbedding(
-                    vocabulary, 6, even_layout(vocabulary, size), mesh, padding_idx=padding, dtype=torch.float64,
+                    vocabulary,
+                    6,
+                    even_layout(vocabulary, size),
+                    mesh,
+                    padding_idx=padding,
+                    dtype=torch.float64,
                     scale=None if scale is None else torch.tensor(scale, dtype=torch.float64))
                 layer.load_state_dict(whole.state_dict())
                 record_parameters(layer, rank=mesh.tensor_rank, size=size)

@@ -6,15 +6,14 @@ that some number of the checkpoint is not where the plain model has it.
 import json
 import math
 import os
-import shutil
-from typing import Any
-
 import pytest
+import shutil
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from typing import Any
 
 from swift_megatron.checkpoint.full import save_full_model
 from swift_megatron.mesh import ParallelMesh
@@ -307,6 +306,7 @@ def loading_fails(directory: str, message: str) -> None:
 
 def test_missing_tensors(checkpoints, tmp_path):
     """A layer would start from arbitrary memory."""
+
     def change(tensors: dict) -> None:
         del tensors['model.layers.1.self_attn.q_proj.weight'], tensors['model.norm.weight']
 
@@ -316,11 +316,13 @@ def test_missing_tensors(checkpoints, tmp_path):
         'model.norm.weight: it is not a complete checkpoint')
 
 
-@pytest.mark.parametrize('name, shape', [
-    ('model.layers.0.mlp.up_proj.weight', (FFN + 2, 9 * HEAD)),  # a cut tensor
-    ('model.layers.1.input_layernorm.weight', (7, )),  # a whole one
-    ('model.embed_tokens.weight', (128, 9 * HEAD)),  # a padded vocabulary
-])
+@pytest.mark.parametrize(
+    'name, shape',
+    [
+        ('model.layers.0.mlp.up_proj.weight', (FFN + 2, 9 * HEAD)),  # a cut tensor
+        ('model.layers.1.input_layernorm.weight', (7, )),  # a whole one
+        ('model.embed_tokens.weight', (128, 9 * HEAD)),  # a padded vocabulary
+    ])
 def test_wrong_shapes(checkpoints, tmp_path, name, shape):
     """Slices would be cut at the wrong places, silently, since each slice alone has the right shape."""
     directory = damaged(checkpoints['llama'], tmp_path / 'copy',
@@ -334,8 +336,9 @@ def test_checkpoint_without_safetensors(checkpoints, tmp_path):
     """A .bin checkpoint would be unpickled whole on every rank."""
     directory = shutil.copytree(checkpoints['llama'], tmp_path / 'copy')
     os.replace(directory / 'model.safetensors', directory / 'pytorch_model.bin')
-    loading_fails(str(directory), f"'{directory}' holds no model.safetensors or model.safetensors.index.json.*"
-                  'convert them with AutoModelForCausalLM')
+    loading_fails(
+        str(directory), f"'{directory}' holds no model.safetensors or model.safetensors.index.json.*"
+        'convert them with AutoModelForCausalLM')
 
 
 def test_file_of_the_index_that_is_not_there(checkpoints, tmp_path):
@@ -351,6 +354,7 @@ def test_file_of_the_index_that_is_not_there(checkpoints, tmp_path):
 
 def test_checkpoint_of_the_bare_decoder(checkpoints, tmp_path):
     """A checkpoint saved without the causal LM's prefix, which plain transformers loads, would be refused."""
+
     def change(tensors: dict) -> None:
         for name in [name for name in tensors if name.startswith('model.')]:
             tensors[name.removeprefix('model.')] = tensors.pop(name)

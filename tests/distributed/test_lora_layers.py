@@ -3,8 +3,6 @@
 A failure means that adapters train happily and are wrong, or are other ones once merged. The bound is that of
 tests/distributed/test_layers.py.
 """
-from typing import Any, Callable
-
 import peft
 import pytest
 import torch
@@ -12,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from typing import Any, Callable
 
 from swift_megatron.lora.inject import add_lora
 from swift_megatron.mesh import ParallelMesh
@@ -67,8 +66,10 @@ def lora_pair(mesh: ParallelMesh, layout: Layout, **settings: Any) -> tuple[nn.M
     config = dict(r=4, lora_alpha=12, target_modules=TARGETS, **settings)
     whole = peft.get_peft_model(plain, peft.LoraConfig(**config))
     model = add_lora(partitioned, peft.LoraConfig(**config), mesh)
-    factors = {name: drawn(*parameter.shape, seed=i) * 0.3
-               for i, (name, parameter) in enumerate(whole.named_parameters()) if 'lora_' in name}
+    factors = {
+        name: drawn(*parameter.shape, seed=i) * 0.3
+        for i, (name, parameter) in enumerate(whole.named_parameters()) if 'lora_' in name
+    }
     for either in (whole, model):
         either.load_state_dict(factors, strict=False)
     return model, whole
@@ -83,7 +84,11 @@ def gradient_errors(title: str, model: nn.Module, whole: nn.Module, mesh: Parall
         yield f'{title} {name}', relative_error(parameter.grad, spec_of(parameter).slice(expected[name]))
 
 
-def run_both(title: str, model: nn.Module, whole: nn.Module, mesh: ParallelMesh, recompute: str = '',
+def run_both(title: str,
+             model: nn.Module,
+             whole: nn.Module,
+             mesh: ParallelMesh,
+             recompute: str = '',
              seed: int = 11) -> Errors:
     """Errors of the output and of all gradients, from one random state on all ranks and in the whole model."""
     coefficients = drawn(2, 12, 101, seed=9)

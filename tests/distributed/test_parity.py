@@ -3,11 +3,10 @@
 A failure means that users get other losses, gradients or weights than without tensor parallelism. The reference is loaded
 from the same checkpoint, all of whose parameters differ from their defaults.
 """
-from typing import Any, Iterator
-
 import peft
 import pytest
 import torch
+from typing import Any, Iterator
 
 from swift_megatron.checkpoint.gather import gather_whole
 from swift_megatron.lora.inject import add_lora
@@ -60,8 +59,8 @@ def reference_steps(model: torch.nn.Module, data: dict) -> dict[str, Any]:
         result['losses'].append(loss.detach())
         if step == 0:
             result['gradients'] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        result['norms'].append(torch.nn.utils.clip_grad_norm_(
-            [p for p in model.parameters() if p.grad is not None], MAX_NORM))
+        result['norms'].append(
+            torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], MAX_NORM))
         optimizer.step()
         optimizer.zero_grad()
     result['weights'] = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
@@ -86,8 +85,10 @@ def partitioned_steps(model: torch.nn.Module, data: dict, mesh: ParallelMesh, lo
         result['losses'].append(loss.detach())
         result['norms'].append(norm)
         if step == 0:
-            result['gradients'] = {n: gather_whole(p.grad.clone(), spec_of(p), mesh)
-                                   for n, p in model.named_parameters() if p.grad is not None}
+            result['gradients'] = {
+                n: gather_whole(p.grad.clone(), spec_of(p), mesh)
+                for n, p in model.named_parameters() if p.grad is not None
+            }
         clip_gradients(parameters, MAX_NORM, norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -115,9 +116,14 @@ def compare(case: Case, directory: str, mode: str, logits_bytes: int = 2**28) ->
     data = batch(case.vocabulary)
     reference = reference_model(directory, case)
     if mode != 'full':
-        settings = {'lora': {}, 'everything': dict(
-            target_modules=['q_proj', 'o_proj', 'up_proj', 'down_proj', 'embed_tokens'], modules_to_save=['lm_head'],
-            use_rslora=True)}[mode]
+        settings = {
+            'lora': {},
+            'everything':
+            dict(
+                target_modules=['q_proj', 'o_proj', 'up_proj', 'down_proj', 'embed_tokens'],
+                modules_to_save=['lm_head'],
+                use_rslora=True)
+        }[mode]
         torch.manual_seed(3)
         reference = peft.get_peft_model(reference, lora_config(**settings))
         torch.manual_seed(3 if mesh.rank == 0 else 99 + mesh.rank)  # ranks that start apart have to agree
@@ -141,14 +147,17 @@ def compare(case: Case, directory: str, mode: str, logits_bytes: int = 2**28) ->
         assert torch.equal(flat, first), 'copies on different ranks drifted apart'
     if mesh.tensor_rank:
         return []
-    return [(what, error) for what, error in differences(ours, reference_steps(reference, data)) if not error <= RELATIVE]
+    return [(what, error) for what, error in differences(ours, reference_steps(reference, data))
+            if not error <= RELATIVE]
 
 
 def compare_all(cases: list[tuple[Case, str, str]]) -> dict[str, list]:
     """Several comparisons in one launch."""
     torch.use_deterministic_algorithms(True)
-    return {f'{case.family} {case.heads}/{case.key_value_heads} {mode} tied={case.tied}': compare(case, directory, mode)
-            for case, directory, mode in cases}
+    return {
+        f'{case.family} {case.heads}/{case.key_value_heads} {mode} tied={case.tied}': compare(case, directory, mode)
+        for case, directory, mode in cases
+    }
 
 
 def check(size: int, cases: list[tuple[Case, str]], tmp_path) -> None:
@@ -161,8 +170,8 @@ def check(size: int, cases: list[tuple[Case, str]], tmp_path) -> None:
 @pytest.mark.parametrize('size', [1, 2])
 @pytest.mark.parametrize('mode', ['lora', 'full'])
 def test_every_family(size, mode, tmp_path):
-    check(size, [(Case(family=family, tied=tied), mode) for family in FAMILIES for tied in (False, True)
-                 if not (tied and mode == 'lora')], tmp_path)
+    check(size, [(Case(family=family, tied=tied), mode) for family in FAMILIES
+                 for tied in (False, True) if not (tied and mode == 'lora')], tmp_path)
 
 
 HEAD_CASES = {  # tensor-parallel size -> (query heads, key/value heads)
@@ -178,15 +187,19 @@ def test_uneven_and_shared_heads(size, tmp_path):
     """Heads that do not divide, and key/value heads held by several ranks: separate, normed, fused and cut-norm projections."""
     cases = [(Case(family=family, heads=heads, key_value_heads=key_value_heads, vocabulary=127), mode)
              for heads, key_value_heads in HEAD_CASES[size]
-             for family, mode in [('llama', 'full'), ('llama', 'lora'), ('qwen3', 'full'), ('phi3', 'lora'), ('olmo2', 'full'),
-                                  ('cohere', 'full')]]
+             for family, mode in [('llama', 'full'), ('llama',
+                                                      'lora'), ('qwen3',
+                                                                'full'), ('phi3', 'lora'), ('olmo2',
+                                                                                            'full'), ('cohere', 'full')]
+             ]
     check(size, cases, tmp_path)
 
 
 @pytest.mark.parametrize('size', [2, 3])
 def test_adapters_everywhere(size, tmp_path):
     """Adapters on the embedding, a trained copy of the head, rslora; a vocabulary that does not divide."""
-    cases = [(Case(family=family, heads=6, key_value_heads=3), 'everything') for family in ('llama', 'gemma3_text', 'granite')]
+    cases = [(Case(family=family, heads=6, key_value_heads=3), 'everything')
+             for family in ('llama', 'gemma3_text', 'granite')]
     check(size, cases, tmp_path)
 
 

@@ -5,19 +5,19 @@ ragged batch, a frozen stage or the end of an epoch breaks a run. Every launch h
 """
 import dataclasses
 import math
-from typing import Any, Optional
-
 import peft
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
+from typing import Any, Optional
 
 from swift_megatron.checkpoint.gather import gather_from_stages, gather_whole
 from swift_megatron.lora.inject import add_lora
 from swift_megatron.mesh import ParallelMesh
-from swift_megatron.model.build import build_model, foreign_prefixes, keep_own_stages
+from swift_megatron.model.build import build_model
 from swift_megatron.model.language_modeling import causal_lm, hidden_states, token_losses
+from swift_megatron.model.stages import foreign_prefixes, keep_own_stages
 from swift_megatron.optim.gradients import (average_over_replicas, clip_gradients, gradient_norm, sum_partial_gradients,
                                             sum_tied_gradients)
 from swift_megatron.pipeline_parallel.schedule import run_micro_batches
@@ -93,8 +93,9 @@ def reference(directory: str, case: Case, run: Run) -> dict[str, Any]:
         total = torch.zeros(())
         for batch in (batch for replica in batches for batch in replica):
             logits = model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits[:, :-1].float()
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch['labels'][:, 1:].flatten(),
-                                                     ignore_index=-100, reduction='sum') / label_tokens(batches)
+            loss = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), batch['labels'][:, 1:].flatten(), ignore_index=-100,
+                reduction='sum') / label_tokens(batches)
             loss.backward()
             total += loss.detach()
         result['losses'].append(total)
@@ -111,11 +112,13 @@ def reference(directory: str, case: Case, run: Run) -> dict[str, Any]:
 def build(directory: str, case: Case, run: Run) -> tuple[torch.nn.Module, ParallelMesh]:
     """This rank's model, ready to train."""
     mesh = ParallelMesh.create(tensor_parallel_size=run.t, pipeline_parallel_size=run.p)
-    model = build_model(load_config(directory, case), mesh, directory=directory, chunks=run.v,
-                        layers_by_hand=run.layers_by_hand)
+    model = build_model(
+        load_config(directory, case), mesh, directory=directory, chunks=run.v, layers_by_hand=run.layers_by_hand)
     if run.mode == 'lora':
-        targets = sorted({n.rsplit('.', 1)[1] for n, m in model.named_modules()
-                          if 'Parallel' in type(m).__name__ and '.layers.' in n})
+        targets = sorted({
+            n.rsplit('.', 1)[1]
+            for n, m in model.named_modules() if 'Parallel' in type(m).__name__ and '.layers.' in n
+        })
         torch.manual_seed(3 + mesh.rank)
         config = adapters_for(run)
         if isinstance(config.target_modules, str):  # partitioned layers are no nn.Linear to PEFT's all-linear
@@ -150,8 +153,10 @@ def train(directory: str, case: Case, run: Run) -> dict[str, Any]:
 
     def collected(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         named = dict(model.named_parameters())
-        wholes = {n: gather_whole(t.clone(), spec_of(named[n]), mesh) for n, t in tensors.items()
-                  if spec_of(named[n]).tie != 'copy'}
+        wholes = {
+            n: gather_whole(t.clone(), spec_of(named[n]), mesh)
+            for n, t in tensors.items() if spec_of(named[n]).tie != 'copy'
+        }
         return gather_from_stages(wholes, mesh) if mesh.tensor_rank == 0 else {}
 
     for step in range(STEPS):
@@ -169,10 +174,12 @@ def train(directory: str, case: Case, run: Run) -> dict[str, Any]:
 
         if run.p == 1:
             for index, batch in enumerate(own):
-                loss_fn(hidden_states(model, input_ids=batch['input_ids'], attention_mask=batch['attention_mask']),
-                        index).backward()
+                loss_fn(
+                    hidden_states(model, input_ids=batch['input_ids'], attention_mask=batch['attention_mask']),
+                    index).backward()
         else:
-            run_micro_batches(causal_lm(model), own, loss_fn, split=causal_lm(model).stage_split, mesh=mesh, kind=run.schedule)
+            run_micro_batches(
+                causal_lm(model), own, loss_fn, split=causal_lm(model).stage_split, mesh=mesh, kind=run.schedule)
         for group in (mesh.pipeline_group, mesh.data_group):
             if group is not None:
                 dist.all_reduce(total, group=group)
@@ -200,7 +207,8 @@ def compare(jobs: list[tuple[Case, str, Run]]) -> dict[str, list]:
         ours = train(directory, case, run)
         if dist.get_rank() == 0:
             expected = reference(directory, case, run)
-            faults[f'{case} {run}'] = [(what, error) for what, error in differences(ours, expected) if not error <= RELATIVE]
+            faults[f'{case} {run}'] = [(what, error) for what, error in differences(ours, expected)
+                                       if not error <= RELATIVE]
         dist.barrier()
     return faults
 
@@ -218,18 +226,21 @@ def check(jobs: list[tuple[Case, Run]], tmp_path, timeout: float = 250) -> None:
 @pytest.mark.parametrize('mode', ['full', 'lora'])
 def test_every_family_on_two_stages(mode, tmp_path):
     """Each architecture's masks, rotary embeddings per layer type, embedding scales and tied heads stay right on stages."""
-    check([(Case(family=family, layers=5, tied=i % 2 == (mode == 'full')), Run(mode=mode)) for i, family in enumerate(FAMILIES)],
-          tmp_path)
+    check([(Case(family=family, layers=5, tied=i % 2 == (mode == 'full')), Run(mode=mode))
+           for i, family in enumerate(FAMILIES)], tmp_path)
 
 
 def test_schedules_and_checkpointing(tmp_path):
     """Every schedule, with and without activation checkpointing of both kinds, gives the same numbers."""
-    jobs = [(Case(family=family, layers=5), Run(schedule=schedule, v=v, checkpointing=checkpointing, mode=mode,
-                                                micro_batches=m))
-            for family, schedule, v, checkpointing, mode, m in [
-                ('llama', 'gpipe', 1, None, 'full', 4), ('qwen3', 'interleaved_1f1b', 2, None, 'full', 4),
-                ('gemma3_text', 'interleaved_1f1b', 2, 'non-reentrant', 'lora', 6), ('llama', '1f1b', 1, 'reentrant', 'lora', 3),
-                ('gemma2', 'gpipe', 1, 'non-reentrant', 'lora', 4), ('qwen2', '1f1b', 1, 'reentrant', 'full', 5)]]
+    jobs = [(Case(family=family,
+                  layers=5), Run(schedule=schedule, v=v, checkpointing=checkpointing, mode=mode, micro_batches=m))
+            for family, schedule, v, checkpointing, mode, m in [(
+                'llama', 'gpipe', 1, None, 'full',
+                4), ('qwen3', 'interleaved_1f1b', 2, None, 'full',
+                     4), ('gemma3_text', 'interleaved_1f1b', 2, 'non-reentrant', 'lora',
+                          6), ('llama', '1f1b', 1, 'reentrant', 'lora',
+                               3), ('gemma2', 'gpipe', 1, 'non-reentrant', 'lora',
+                                    4), ('qwen2', '1f1b', 1, 'reentrant', 'full', 5)]]
     check(jobs, tmp_path)
 
 
@@ -361,7 +372,8 @@ def _alive(directory: str, case: Case, schedule: str) -> int:
         alive.discard(index)
 
     HiddenStateStage.forward_one_chunk, HiddenStateStage.backward_one_chunk = counted_forward, counted_backward
-    run_micro_batches(model, own, lambda hidden, index: hidden.square().mean(), split=model.stage_split, mesh=mesh, kind=schedule)
+    run_micro_batches(
+        model, own, lambda hidden, index: hidden.square().mean(), split=model.stage_split, mesh=mesh, kind=schedule)
     assert not alive
     return most
 

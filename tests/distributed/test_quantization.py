@@ -3,17 +3,17 @@
 A failure means that QLoRA over several cards trains on other weights than QLoRA on one, or holds more memory than it says.
 """
 import os
-import re
-
 import peft
 import pytest
+import re
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from swift_megatron.checkpoint.gather import gather_whole
 from swift_megatron.lora.inject import add_lora
 from swift_megatron.mesh import ParallelMesh
-from swift_megatron.model.build import build_model, frozen_bytes, quantized_weights, unlike_one_card
+from swift_megatron.model.accounting import frozen_bytes, quantized_weights, unlike_one_card
+from swift_megatron.model.build import build_model
 from swift_megatron.model.language_modeling import hidden_states, token_losses
 from swift_megatron.quantization.base import QuantizationConfig, keeps_blocks, quantize
 from swift_megatron.sharding import even_layout, spec_of
@@ -132,12 +132,12 @@ def _train(directory: str, case: Case, size: int, dtype: torch.dtype, format: st
     model = build_model(load_config(directory, case, dtype), mesh, directory=directory, quantization=config)
     assert not unlike_one_card(model)
     data = batch(case.vocabulary)
-    quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=dtype,
-                                   bnb_4bit_use_double_quant=False)
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=dtype, bnb_4bit_use_double_quant=False)
     if format == 'int8':
         quantised = BitsAndBytesConfig(load_in_8bit=True)
-    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, quantization_config=quantised,
-                                                     attn_implementation=case.config()._attn_implementation)
+    reference = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, quantization_config=quantised, attn_implementation=case.config()._attn_implementation)
     torch.manual_seed(3)
     reference = peft.get_peft_model(reference, lora_config())
     model = add_lora(model, lora_config(target_modules=sorted(reference.peft_config['default'].target_modules)), mesh)
@@ -189,8 +189,9 @@ def _adapter_off(directory: str, case: Case) -> None:
     generator = torch.Generator().manual_seed(7)
     for name, parameter in adapted.named_parameters():
         if 'lora_B' in name:
-            parameter.data.copy_(torch.randn(spec_of(parameter).global_shape, generator=generator)
-                                 if spec_of(parameter).axis is None else torch.ones(parameter.shape))
+            parameter.data.copy_(
+                torch.randn(spec_of(parameter).global_shape, generator=generator) if spec_of(parameter).axis is
+                None else torch.ones(parameter.shape))
     outputs = []
     for training in (True, False, True):
         adapted.train(training)
@@ -238,4 +239,3 @@ def test_bytes_per_rank(tmp_path):
     whole = linear * (0.5 + 1 / 64 + 4 / (64 * 256))  # codes, 8-bit scales of 64 values, float32 scales of 256 of those
     for quantised, _, _ in launch(4, _bytes, directory, case):
         assert quantised <= 1.05 * whole / 4, (quantised, whole / 4)
-

@@ -9,11 +9,10 @@ import importlib.util
 import json
 import os
 import pathlib
+import pytest
 import subprocess
 import sys
 from typing import Any
-
-import pytest
 
 from swift_megatron import compatibility
 from swift_megatron.cli import main as cli
@@ -59,30 +58,32 @@ def test_sizes_are_whole_numbers(name, value):
 PIPELINE = dict(pipeline_parallel_size=2)
 
 
-@pytest.mark.parametrize('fields, num_processes, message', [
-    # value, rule, and what to type instead
-    (dict(tensor_parallel_size=2), 3,
-     '3 processes are no multiple of tensor_parallel_size x pipeline_parallel_size = 2 x 1 = 2: start 2 or 4 processes '
-     '(NPROC_PER_NODE x NNODES) or choose sizes whose product divides 3'),
-    (dict(PIPELINE, tensor_parallel_size=2), 2, '2 x 2 = 4: start 4 processes'),
-    (dict(tensor_parallel_size=10), 10,
-     '--tensor_parallel_size 10 is more than the 9 query heads of this model: legal values are 1 to 9'),
-    (dict(pipeline_parallel_size=31), 31,
-     '--pipeline_parallel_size 31 x --virtual_pipeline_size 1 = 31 stages are more than the 30 layers of this model: '
-     'legal values are 1 to 30 stages'),
-    (dict(PIPELINE, pipeline_schedule='zb'), 2,
-     '--pipeline_schedule zb does not exist: use 1f1b, gpipe, interleaved_1f1b'),
-    (dict(PIPELINE, virtual_pipeline_size=2), 2,
-     '--virtual_pipeline_size 2 needs --pipeline_schedule interleaved_1f1b'),
-    (dict(PIPELINE, pipeline_schedule='interleaved_1f1b'), 2,
-     '--pipeline_schedule interleaved_1f1b needs --virtual_pipeline_size of at least 2'),
-    (dict(pipeline_layers='30'), 1, '--pipeline_layers 30 needs --pipeline_parallel_size of at least 2'),
-    (dict(PIPELINE, pipeline_layers='14,15'), 2,
-     "--pipeline_layers '14,15' adds up to 29, but the model has 30 layers"),
-    (dict(PIPELINE, pipeline_layers='10,10,10'), 2, "'10,10,10' has 3 numbers, but there are 2 stages"),
-    (dict(PIPELINE, pipeline_layers='30,0'), 2, "'30,0' has to be whole numbers of at least 1"),
-    (dict(PIPELINE, pipeline_layers='half'), 2, "'half' has to be whole numbers of at least 1"),
-])
+@pytest.mark.parametrize(
+    'fields, num_processes, message',
+    [
+        # value, rule, and what to type instead
+        (dict(tensor_parallel_size=2), 3,
+         '3 processes are no multiple of tensor_parallel_size x pipeline_parallel_size = 2 x 1 = 2: start 2 or 4 processes '
+         '(NPROC_PER_NODE x NNODES) or choose sizes whose product divides 3'),
+        (dict(PIPELINE, tensor_parallel_size=2), 2, '2 x 2 = 4: start 4 processes'),
+        (dict(tensor_parallel_size=10), 10,
+         '--tensor_parallel_size 10 is more than the 9 query heads of this model: legal values are 1 to 9'),
+        (dict(pipeline_parallel_size=31), 31,
+         '--pipeline_parallel_size 31 x --virtual_pipeline_size 1 = 31 stages are more than the 30 layers of this model: '
+         'legal values are 1 to 30 stages'),
+        (dict(PIPELINE,
+              pipeline_schedule='zb'), 2, '--pipeline_schedule zb does not exist: use 1f1b, gpipe, interleaved_1f1b'),
+        (dict(PIPELINE,
+              virtual_pipeline_size=2), 2, '--virtual_pipeline_size 2 needs --pipeline_schedule interleaved_1f1b'),
+        (dict(PIPELINE, pipeline_schedule='interleaved_1f1b'), 2,
+         '--pipeline_schedule interleaved_1f1b needs --virtual_pipeline_size of at least 2'),
+        (dict(pipeline_layers='30'), 1, '--pipeline_layers 30 needs --pipeline_parallel_size of at least 2'),
+        (dict(PIPELINE,
+              pipeline_layers='14,15'), 2, "--pipeline_layers '14,15' adds up to 29, but the model has 30 layers"),
+        (dict(PIPELINE, pipeline_layers='10,10,10'), 2, "'10,10,10' has 3 numbers, but there are 2 stages"),
+        (dict(PIPELINE, pipeline_layers='30,0'), 2, "'30,0' has to be whole numbers of at least 1"),
+        (dict(PIPELINE, pipeline_layers='half'), 2, "'half' has to be whole numbers of at least 1"),
+    ])
 def test_one_sentence_says_value_rule_and_remedy(fields, num_processes, message):
     """A user would know that it does not work, but not what does."""
     found = faults_of(num_processes, LLAMA, **fields)
@@ -97,7 +98,8 @@ NOT_YET = [('sequence_parallel', True, 'false'), ('overlap_communication', True,
 def test_fields_that_are_not_available_yet(name, value, default):
     """The field would be ignored: the run does less than was asked for, without a word."""
     assert faults_of(**{name: value}) == [
-        f'--{name} {value} is not available in this release: leave it out or set it to {default}']
+        f'--{name} {value} is not available in this release: leave it out or set it to {default}'
+    ]
     field = next(spec for spec in dataclasses.fields(ParallelFields) if spec.name == name)
     assert faults_of(**{name: field.default}) == []
 
@@ -245,8 +247,8 @@ def test_all_rules_are_reported_at_once():
      '--label_smoothing_factor and --enable_dft_loss contradict each other: use one of them'),
     (dict(quant_bits=4), '--quant_bits 4 does nothing without a method: add --quant_method bnb'),
     (dict(quant_method='bnb'), '--quant_method bnb needs --quant_bits 4'),
-    (dict(quant_method='bnb', quant_bits=4, tuner_type='full'),
-     '--tuner_type full cannot train a quantised model: use --tuner_type lora'),
+    (dict(quant_method='bnb', quant_bits=4,
+          tuner_type='full'), '--tuner_type full cannot train a quantised model: use --tuner_type lora'),
 ])
 def test_combinations(arguments, message):
     """One of two arguments that contradict each other would be ignored."""
@@ -255,12 +257,17 @@ def test_combinations(arguments, message):
 
 def declared_arguments() -> set[str]:
     """All arguments of ms-swift and transformers, read from their sources: importing them takes ten seconds."""
-    swift, transformers = (pathlib.Path(importlib.util.find_spec(name).submodule_search_locations[0])
-                           for name in ('swift', 'transformers'))
-    files = [*swift.glob('arguments/**/*.py'), swift / 'ray_utils/arguments.py', swift / 'trainers/arguments.py',
-             *transformers.glob('training_args*.py')]
-    classes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding='utf-8')))
-               if isinstance(node, ast.ClassDef)]
+    swift, transformers = (
+        pathlib.Path(importlib.util.find_spec(name).submodule_search_locations[0])
+        for name in ('swift', 'transformers'))
+    files = [
+        *swift.glob('arguments/**/*.py'), swift / 'ray_utils/arguments.py', swift / 'trainers/arguments.py',
+        *transformers.glob('training_args*.py')
+    ]
+    classes = [
+        node for file in files for node in ast.walk(ast.parse(file.read_text(encoding='utf-8')))
+        if isinstance(node, ast.ClassDef)
+    ]
     return {statement.target.id for node in classes for statement in node.body if isinstance(statement, ast.AnnAssign)}
 
 
@@ -280,26 +287,68 @@ def test_fields_do_not_hide_arguments_of_ms_swift():
 
 @pytest.mark.parametrize('argv, values', [
     ([], {}),
-    (['--model', 'a/b', '--tensor_parallel_size', '2'], {'model': 'a/b', 'tensor_parallel_size': 2}),
-    (['--tensor-parallel-size=2'], {'tensor_parallel_size': 2}),
-    (['--dataset', 'a.jsonl', 'b.jsonl#500', '--seed', '1'], {'dataset': ['a.jsonl', 'b.jsonl#500'], 'seed': 1}),
-    (['--sequence_parallel'], {'sequence_parallel': True}),
-    (['--sequence_parallel', 'false', '--x', 'null'], {'sequence_parallel': False, 'x': None}),
-    (['--learning_rate', '-0.5', '--y', '-3'], {'learning_rate': -0.5, 'y': -3}),
-    (['--tensor_parallel_size', '2', '--tensor_parallel_size', '4'], {'tensor_parallel_size': 4}),
-    (['--system', 'You are: [a', '--z='], {'system': 'You are: [a', 'z': None}),
-    (['--deepspeed', '{"zero_optimization": {"stage": 3}}'], {'deepspeed': {'zero_optimization': {'stage': 3}}}),
-    (['--columns={"a": "b=c"}'], {'columns': {'a': 'b=c'}}),
+    (['--model', 'a/b', '--tensor_parallel_size', '2'], {
+        'model': 'a/b',
+        'tensor_parallel_size': 2
+    }),
+    (['--tensor-parallel-size=2'], {
+        'tensor_parallel_size': 2
+    }),
+    (['--dataset', 'a.jsonl', 'b.jsonl#500', '--seed', '1'], {
+        'dataset': ['a.jsonl', 'b.jsonl#500'],
+        'seed': 1
+    }),
+    (['--sequence_parallel'], {
+        'sequence_parallel': True
+    }),
+    (['--sequence_parallel', 'false', '--x', 'null'], {
+        'sequence_parallel': False,
+        'x': None
+    }),
+    (['--learning_rate', '-0.5', '--y', '-3'], {
+        'learning_rate': -0.5,
+        'y': -3
+    }),
+    (['--tensor_parallel_size', '2', '--tensor_parallel_size', '4'], {
+        'tensor_parallel_size': 4
+    }),
+    (['--system', 'You are: [a', '--z='], {
+        'system': 'You are: [a',
+        'z': None
+    }),
+    (['--deepspeed', '{"zero_optimization": {"stage": 3}}'], {
+        'deepspeed': {
+            'zero_optimization': {
+                'stage': 3
+            }
+        }
+    }),
+    (['--columns={"a": "b=c"}'], {
+        'columns': {
+            'a': 'b=c'
+        }
+    }),
 ])
 def test_flags(argv, values):
     """The launcher would check another value than the one that the run gets."""
     assert read_values(argv) == values
 
 
-CONTENT = {'model': 'a/b', 'tensor_parallel_size': 2, 'dataset': ['x.jsonl', 'y.jsonl'], 'sequence_parallel': False,
-           'deepspeed': {'stage': 3}, 'learning_rate': 1e-4, 'nothing': None}
-FLAGS = ['--model', 'a/b', '--tensor_parallel_size', '2', '--dataset', 'x.jsonl', 'y.jsonl', '--sequence_parallel',
-         'False', '--deepspeed', '{"stage": 3}', '--learning_rate', '0.0001', '--nothing', 'None']
+CONTENT = {
+    'model': 'a/b',
+    'tensor_parallel_size': 2,
+    'dataset': ['x.jsonl', 'y.jsonl'],
+    'sequence_parallel': False,
+    'deepspeed': {
+        'stage': 3
+    },
+    'learning_rate': 1e-4,
+    'nothing': None
+}
+FLAGS = [
+    '--model', 'a/b', '--tensor_parallel_size', '2', '--dataset', 'x.jsonl', 'y.jsonl', '--sequence_parallel', 'False',
+    '--deepspeed', '{"stage": 3}', '--learning_rate', '0.0001', '--nothing', 'None'
+]
 
 
 @pytest.mark.parametrize('name', ['run.json', 'run.yaml', 'run.yml'])
@@ -348,8 +397,8 @@ def test_bad_files(name, content, message, tmp_path, monkeypatch):
 
 def test_parallel_fields_of_flags():
     """A parallel size among the flags would be ignored."""
-    values = read_values(['--model', 'a', '--tensor_parallel_size', '4', '--zero_stage', 'None', '--pipeline_layers',
-                          '9,9,8,6'])
+    values = read_values(
+        ['--model', 'a', '--tensor_parallel_size', '4', '--zero_stage', 'None', '--pipeline_layers', '9,9,8,6'])
     assert parallel_fields(values) == ParallelFields(tensor_parallel_size=4, pipeline_layers='9,9,8,6')
 
 
@@ -360,7 +409,6 @@ def test_help_names_every_field():
 
 
 # ---- The launcher ----
-
 
 VARIABLES = ('NPROC_PER_NODE', 'NNODES', 'RANK', 'LOCAL_RANK', 'SWIFT_CONFIG_FILE')
 
@@ -391,8 +439,8 @@ def test_number_of_processes(no_variables, argv, nodes, given, processes):
     (['--tensor_parallel_size'], None, ['--tensor_parallel_size True has to be a whole number']),
     (['--tensor_parallel_size', '2', '4'], None, ['--tensor_parallel_size [2, 4] has to be a whole number']),
     (['--tensor_parallel_size', '2'], '3', ['3 processes are no multiple']),
-    (['--tensor_parallel_size', '0', '--device_map', 'auto'], 'all',
-     ['NPROC_PER_NODE=all has to be', '--tensor_parallel_size 0', '--device_map auto']),
+    (['--tensor_parallel_size', '0', '--device_map', 'auto'
+      ], 'all', ['NPROC_PER_NODE=all has to be', '--tensor_parallel_size 0', '--device_map auto']),
     (['--model', '--use_dora', 'true'], '0', ['NPROC_PER_NODE=0 has to be', '--use_dora True']),
 ])
 def test_launcher_reports_all_faults(no_variables, argv, given, messages):
@@ -425,8 +473,8 @@ def test_number_of_nodes(no_variables, variable):
 @pytest.mark.parametrize('argv, status, words', [
     (['sftt'], 2, ["swift-megatron: error: there is no command 'sftt': use sft or pt"]),
     (['sft', 'missing.yaml'], 2, ["swift-megatron: error: there is no file 'missing.yaml'"]),
-    (['sft', '--tensor_parallel_size', '0', '--device_map', 'auto'], 2,
-     ["error: --tensor_parallel_size 0 has to be", 'error: --device_map auto places whole layers']),
+    (['sft', '--tensor_parallel_size', '0', '--device_map', 'auto'
+      ], 2, ["error: --tensor_parallel_size 0 has to be", 'error: --device_map auto places whole layers']),
     ([], 2, ['usage: swift-megatron']),
     (['--help'], 0, ['usage: swift-megatron', '--tensor_parallel_size (default: 1)', '--pipeline_layers']),
 ])
@@ -437,7 +485,10 @@ def test_command_without_torch_and_swift(argv, status, words):
             'finally:\n'
             "    assert not {'torch', 'swift', 'transformers', 'peft'} & set(sys.modules), 'imported too much'")
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    done = subprocess.run([sys.executable, '-c', code, *argv], capture_output=True, text=True, env=environment,
+    done = subprocess.run([sys.executable, '-c', code, *argv],
+                          capture_output=True,
+                          text=True,
+                          env=environment,
                           timeout=60)
     output = done.stdout + done.stderr
     assert done.returncode == status, output

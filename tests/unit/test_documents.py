@@ -2,12 +2,11 @@
 
 A failure means that a user who copies from the documents gets an error.
 """
+import pytest
 import re
 import shlex
-from pathlib import Path
-
-import pytest
 import yaml
+from pathlib import Path
 
 from swift_megatron import compatibility
 from swift_megatron.cli.flags import expand_file, parallel_fields, read_values
@@ -23,7 +22,9 @@ def commands() -> list[list[str]]:
     """The README's command lines: indented ones, continued over backslashes."""
     text = README.replace('\\\n', ' ')
     lines = [line.strip() for line in text.splitlines() if line.startswith('    ')]
-    return [shlex.split(line, comments=True) for line in lines if 'swift-megatron ' in line or 'swift_megatron ' in line]
+    return [
+        shlex.split(line, comments=True) for line in lines if 'swift-megatron ' in line or 'swift_megatron ' in line
+    ]
 
 
 def check(argv: list[str]) -> None:
@@ -70,5 +71,6 @@ def test_readme_scripts_exist():
         assert (ROOT / name).exists(), name
     for name in re.findall(r'^\| `([\w/.]+)`(?:, `([\w/.]+)`)*', README, re.MULTILINE):
         for part in filter(None, name):
-            assert hasattr(ParallelFields, part) or part in ParallelFields.__dataclass_fields__ or (
-                ROOT / 'swift_megatron' / part).exists(), part
+            assert hasattr(
+                ParallelFields,
+                part) or part in ParallelFields.__dataclass_fields__ or (ROOT / 'swift_megatron' / part).exists(), part

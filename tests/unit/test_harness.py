@@ -3,9 +3,8 @@
 A failure means that a broken run looks like a time-out, or that the first error is hidden behind those that it caused.
 """
 import os
-import time
-
 import pytest
+import time
 import torch
 import torch.distributed as dist
 

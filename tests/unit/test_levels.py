@@ -7,10 +7,9 @@ import ast
 import graphlib
 import importlib
 import pathlib
+import pytest
 import sys
 from typing import Iterator
-
-import pytest
 
 from tests.harness import launch
 
@@ -115,8 +114,10 @@ def test_files_and_functions_stay_small(name):
     """A file that does two things hides both."""
     lines = (PACKAGE / name).read_text(encoding='utf-8').splitlines()
     assert len(lines) <= MAX_FILE_LINES
-    functions = [node for node in ast.walk(tree_of(pathlib.PurePath(name)))
-                 if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    functions = [
+        node for node in ast.walk(tree_of(pathlib.PurePath(name)))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
     long = {
         node.name: length
         for node in functions if (length := node.end_lineno - node.lineno + 1) > MAX_FUNCTION_LINES
@@ -140,8 +141,10 @@ def test_public_names_are_documented(name):
 
 def test_nothing_is_printed():
     """Output of eight processes would run into each other; swift's logger writes once."""
-    calls = [f'{path}:{node.lineno}' for path in FILES for node in ast.walk(tree_of(path))
-             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == 'print']
+    calls = [
+        f'{path}:{node.lineno}' for path in FILES for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == 'print'
+    ]
     assert not calls
 
 

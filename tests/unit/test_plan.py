@@ -3,9 +3,8 @@
 A failure means that a part of a model is left whole, or is cut at a wrong place, without a word: the run trains on, and
 is wrong. Or that a model which users train today is refused tomorrow.
 """
-import re
-
 import pytest
+import re
 import torch
 from torch import nn
 from transformers import GPT2Config
@@ -162,20 +161,26 @@ def test_mlp_of_other_size_than_its_output():
 @pytest.mark.parametrize('size', [5, 8])
 def test_more_ranks_than_heads(size):
     """Ranks without a head would fail inside attention, or hang."""
-    refused(llama(), f'tensor_parallel_size={size} is more than the 4 query heads', 'legal values are 1 to 4',
-            size=size)
+    refused(
+        llama(), f'tensor_parallel_size={size} is more than the 4 query heads', 'legal values are 1 to 4', size=size)
 
 
 def test_more_ranks_than_neurons():
     """Ranks without a neuron would multiply by an empty matrix."""
-    refused(llama(intermediate_size=3), "tensor_parallel_size=4 is more than the 3 features of 'model.layers.0.mlp'",
-            'legal values are 1 to 3', size=4)
+    refused(
+        llama(intermediate_size=3),
+        "tensor_parallel_size=4 is more than the 3 features of 'model.layers.0.mlp'",
+        'legal values are 1 to 3',
+        size=4)
 
 
 def test_more_ranks_than_tokens():
     """Ranks without a token would take the largest of no logits."""
-    refused(llama(vocab_size=3, pad_token_id=None), 'tensor_parallel_size=4 is more than the vocabulary of 3',
-            'legal values are 1 to 3', size=4)
+    refused(
+        llama(vocab_size=3, pad_token_id=None),
+        'tensor_parallel_size=4 is more than the vocabulary of 3',
+        'legal values are 1 to 3',
+        size=4)
 
 
 def test_attention_dropout():
@@ -186,6 +191,7 @@ def test_attention_dropout():
 
 def test_embedding_of_unknown_kind():
     """What an embedding does beside looking up rows would be lost."""
+
     class PositionedEmbedding(nn.Embedding):
         pass
 
@@ -204,8 +210,10 @@ def test_head_that_needs_more_than_hidden_states():
 
 # Cut of each linear of a layer with 9 query and 3 key/value heads of 16: (kind, elements on rank 0, on rank 1).
 SEPARATE = {
-    'self_attn.q_proj': ('column', 96, 48), 'self_attn.k_proj': ('column', 32, 16),
-    'self_attn.v_proj': ('column', 32, 16), 'self_attn.o_proj': ('row', 96, 48),
+    'self_attn.q_proj': ('column', 96, 48),
+    'self_attn.k_proj': ('column', 32, 16),
+    'self_attn.v_proj': ('column', 32, 16),
+    'self_attn.o_proj': ('row', 96, 48),
 }
 KINDS = {
     'llama': {
@@ -225,9 +233,11 @@ def test_cuts(family):
     """A projection would be gathered where it need not be, which costs time, or cut at other places than its heads."""
     plan = plan_model(on_meta(Case(family=family, heads=9, key_value_heads=3).config()), 2)
     for layer in (0, 1):
-        found = {f'{block}.{name}': (cut.kind, *(sum(b - a for a, b in ranges) for ranges in cut.layout))
-                 for block in ('self_attn', 'mlp')
-                 for name, cut in plan.blocks[f'model.layers.{layer}.{block}'].linears.items()}
+        found = {
+            f'{block}.{name}': (cut.kind, *(sum(b - a for a, b in ranges) for ranges in cut.layout))
+            for block in ('self_attn', 'mlp')
+            for name, cut in plan.blocks[f'model.layers.{layer}.{block}'].linears.items()
+        }
         assert found == KINDS[family]
     assert set(plan.blocks) == {f'model.layers.{layer}.{block}' for layer in (0, 1) for block in ('self_attn', 'mlp')}
     assert plan.vocabulary == (((0, 64), ), ((64, 127), ))

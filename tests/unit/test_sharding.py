@@ -6,7 +6,6 @@ mistake, or counted twice in the gradient norm.
 import copy
 import itertools
 import math
-
 import pytest
 import torch
 from torch import nn
@@ -124,14 +123,16 @@ def test_even_layout():
         assert sizes == sorted(sizes, reverse=True)
 
 
-@pytest.mark.parametrize('size, parts, expected', [
-    (1536, 2, [768, 768]),
-    (1536, 3, [512, 512, 512]),
-    (4864, 3, [1624, 1624, 1616]),  # 608 blocks of 8
-    (96, 7, [16, 16, 16, 16, 16, 8, 8]),
-    (90, 4, [23, 23, 22, 22]),  # no multiple of 8
-    (16, 3, [6, 5, 5]),  # fewer blocks of 8 than ranks
-])
+@pytest.mark.parametrize(
+    'size, parts, expected',
+    [
+        (1536, 2, [768, 768]),
+        (1536, 3, [512, 512, 512]),
+        (4864, 3, [1624, 1624, 1616]),  # 608 blocks of 8
+        (96, 7, [16, 16, 16, 16, 16, 8, 8]),
+        (90, 4, [23, 23, 22, 22]),  # no multiple of 8
+        (16, 3, [6, 5, 5]),  # fewer blocks of 8 than ranks
+    ])
 def test_intermediate_layout(size, parts, expected):
     """The MLP would be cut into odd sizes, on which matrix kernels are slow, or lose neurons."""
     layout = intermediate_layout(size, parts)
