@@ -8,7 +8,9 @@ SCHEDULES = ('1f1b', 'gpipe', 'interleaved_1f1b')
 
 
 class ConfigError(ValueError):
-    """Input that cannot be run; the message lists every fault, each with the value, the rule and what to type instead."""
+    """Input that cannot be run; the message lists every fault, each with the value, the rule and what to type
+    instead.
+    """
 
     def __init__(self, faults: list[str]) -> None:
         super().__init__('; '.join(faults))
@@ -23,8 +25,9 @@ def _help(text: str) -> dict[str, str]:
 class ParallelFields:
     """How a model is spread over processes.
 
-    d, the number of model replicas, is the number of processes divided by tensor_parallel_size x pipeline_parallel_size.
-    Samples per optimizer step = per_device_train_batch_size x num_micro_batches x gradient_accumulation_steps x d.
+    d, the number of model replicas, is the number of processes divided by tensor_parallel_size x
+    pipeline_parallel_size. Samples per optimizer step = per_device_train_batch_size x num_micro_batches x
+    gradient_accumulation_steps x d.
     """
     tensor_parallel_size: int = field(
         default=1, metadata=_help('Ranks that share every layer (t). At most the number of query heads.'))

@@ -1,4 +1,5 @@
-"""Which slice of which tensor a tensor-parallel rank holds: ranges, layouts, head assignment, and the record of a parameter.
+"""Which slice of which tensor a tensor-parallel rank holds: ranges, layouts, head assignment, and the record of a
+parameter.
 
 Everything that loads, initialises, reduces, counts, clips, saves or resumes a parameter reads its `ShardSpec`; nothing
 else in the package knows how a tensor is cut. A slice is a list of ranges, not the r-th chunk: heads are cut at head
@@ -59,8 +60,8 @@ def fused(*parts: Layout) -> Layout:
 
 
 def intermediate_layout(size: int, parts: int, block: int = 1) -> Layout:
-    """Cut of an MLP's intermediate size: in whole blocks of a quantised weight where there are enough of them, else even
-    where it divides, else in multiples of 8 or 1 (kernels like multiples).
+    """Cut of an MLP's intermediate size: in whole blocks of a quantised weight where there are enough of them, else
+    even where it divides, else in multiples of 8 or 1 (kernels like multiples).
     """
     if block > 1 and size % block == 0 and size // block >= parts:
         return even_layout(size, parts, block)
@@ -84,8 +85,8 @@ def head_layout(num_heads: int, num_key_value_heads: int, parts: int) -> HeadLay
     """Deals attention heads to `parts` ranks.
 
     While there are enough key/value heads, whole groups (a key/value head with its query heads) are dealt out, unevenly
-    if need be. With more ranks than key/value heads, a head is held by several ranks and the query heads are cut so that
-    the largest rank is as small as possible.
+    if need be. With more ranks than key/value heads, a head is held by several ranks and the query heads are cut so
+    that the largest rank is as small as possible.
 
     Raises:
         ValueError: if there are more ranks than query heads, or the query heads are no multiple of the key/value heads.
@@ -244,8 +245,8 @@ MODULES_TO_SAVE = '.modules_to_save.'  # in the names of PEFT's trained copies o
 def set_records(module: nn.Module, records: dict[str, ShardSpec]) -> None:
     """Notes on a module how parameters below it are cut, and makes it load whole tensors by taking its slices.
 
-    The note stays with the module when it is wrapped or copied (PEFT's `modules_to_save`), which a mark on the parameter
-    would not; `record_parameters` carries it to the parameters.
+    The note stays with the module when it is wrapped or copied (PEFT's `modules_to_save`), which a mark on the
+    parameter would not; `record_parameters` carries it to the parameters.
     """
     if not hasattr(module, RECORDS):
         setattr(module, RECORDS, {})
@@ -261,7 +262,8 @@ def _slice_whole_tensors(module: nn.Module, state_dict: dict, prefix: str, *_) -
 
 
 def record_parameters(model: nn.Module, *, rank: int, size: int) -> None:
-    """Attaches a record to every parameter; one that no module has a note on is whole, with equal gradients, on all ranks.
+    """Attaches a record to every parameter; one that no module has a note on is whole, with equal gradients, on all
+    ranks.
 
     Called again after each change of the module tree (adapters, copies of modules).
     """

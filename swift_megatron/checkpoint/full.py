@@ -1,7 +1,7 @@
 """Full-parameter checkpoints as Hugging Face safetensors with an index, streamed: no device ever holds a whole model.
 
-Tensors are gathered to the CPU of process 0 one by one and written in files of at most the given size, so that process 0
-needs host memory for one file and one tensor.
+Tensors are gathered to the CPU of process 0 one by one and written in files of at most the given size, so that process
+0 needs host memory for one file and one tensor.
 """
 import json
 import os
@@ -58,7 +58,8 @@ def _saved(model: nn.Module, mesh: ParallelMesh) -> Iterator[tuple[str, torch.Te
 
 
 def save_full_model(model: nn.Module, directory: str, mesh: ParallelMesh, *, max_shard_size: str | int = '5GB') -> None:
-    """Writes model.safetensors, or model-0000i-of-0000n.safetensors and an index. Every rank of replica 0 has to call it.
+    """Writes model.safetensors, or model-0000i-of-0000n.safetensors and an index. Every rank of replica 0 has to call
+    it.
 
     Args:
         model: The partitioned causal LM. Tied parameters are written once.

@@ -1,7 +1,7 @@
 """Merging a LoRA adapter into a Hugging Face checkpoint, tensor by tensor: W + s B A, without building the model.
 
-The base is the 16-bit checkpoint, or what a 4-bit base stands for (the weights that the adapter was trained on). One file
-of the checkpoint is held at a time. The folder that comes out loads in transformers and vLLM.
+The base is the 16-bit checkpoint, or what a 4-bit base stands for (the weights that the adapter was trained on). One
+file of the checkpoint is held at a time. The folder that comes out loads in transformers and vLLM.
 
 s = alpha / r, or alpha / sqrt(r) with rslora.
 """

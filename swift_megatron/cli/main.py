@@ -1,7 +1,8 @@
 """`swift-megatron sft|pt ...`: checks what can be checked without torch, then starts the processes.
 
-The number of processes on this node is NPROC_PER_NODE if set, else t x p; NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT
-are ms-swift's variables for several nodes. Under torchrun (RANK is set) this process is one of them already.
+The number of processes on this node is NPROC_PER_NODE if set, else t x p; NNODES, NODE_RANK, MASTER_ADDR and
+MASTER_PORT are ms-swift's variables for several nodes. Under torchrun (RANK is set) this process is one of them
+already.
 """
 import os
 import socket
@@ -71,7 +72,9 @@ def _free_port() -> str:
 
 
 def _torchrun(arguments: list[str]) -> int:
-    """Runs torchrun in this process. Its own report of a failure is left out: the failing rank's traceback stands above."""
+    """Runs torchrun in this process. Its own report of a failure is left out: the failing rank's traceback stands
+    above.
+    """
     import logging
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun

@@ -23,7 +23,9 @@ CUSTOM_MODULES = {
 
 
 def unsupported(config: LoraConfig) -> list[str]:
-    """What a LoRA config asks for that adapters on partitioned layers do not do, one sentence each; empty if nothing."""
+    """What a LoRA config asks for that adapters on partitioned layers do not do, one sentence each; empty if
+    nothing.
+    """
     faults = []
     if config.use_dora:
         faults.append('use_dora=True (DoRA) is not supported: train with --use_dora false')

@@ -43,5 +43,7 @@ def frozen_bytes(model: nn.Module) -> dict[str, int]:
 
 
 def unlike_one_card(model: nn.Module) -> list[str]:
-    """Paths of quantised weights whose blocks do not lie as in the whole matrix: their values differ from single-card QLoRA's."""
+    """Paths of quantised weights whose blocks do not lie as in the whole matrix: their values differ from single-card
+    QLoRA's.
+    """
     return [name for name, weight in quantized_weights(model).items() if not weight.is_that_of_one_card]

@@ -40,8 +40,8 @@ def build_model(config: PretrainedConfig,
         trust_remote_code: Passed on to transformers.
         chunks: Model chunks per pipeline rank (v).
         layers_by_hand: Layers per stage, as in '9,9,8,6'; balanced by cost if None.
-        quantization: How the linears of the decoder's layers are stored; each is quantised as soon as it is read. The head
-            and the embedding stay as they are, as in transformers.
+        quantization: How the linears of the decoder's layers are stored; each is quantised as soon as it is read. The
+            head and the embedding stay as they are, as in transformers.
 
     Raises:
         PlanError, StageError: if the model cannot be cut.
@@ -67,8 +67,8 @@ def build_model(config: PretrainedConfig,
 def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Computes the buffers that no checkpoint holds (rotary frequencies), by the architecture's own initialisation.
 
-    transformers loads models from the meta device itself and recomputes such buffers in `_init_weights`; what is loaded is
-    flagged, so that only they change.
+    transformers loads models from the meta device itself and recomputes such buffers in `_init_weights`; what is loaded
+    is flagged, so that only they change.
 
     Raises:
         ValueError: if the architecture leaves one without a value.

@@ -1,8 +1,9 @@
 """Hidden states and token losses of a partitioned causal LM, without ever holding the logits of a whole batch.
 
 The model's own `forward` computes the logits, for a chunk of tokens at a time, with its decoder replaced by the hidden
-states already there: what an architecture does to its logits after the head (a soft cap, a scale) is kept without knowing
-of it, on this rank's part of the vocabulary. Chunks are recomputed in the backward pass when there is more than one.
+states already there: what an architecture does to its logits after the head (a soft cap, a scale) is kept without
+knowing of it, on this rank's part of the vocabulary. Chunks are recomputed in the backward pass when there is more than
+one.
 
 B batch, S sequence, H hidden, N tokens with a label, V vocabulary, /T this rank's part.
 """

@@ -57,7 +57,8 @@ class CheckpointReader:
                 raise ValueError(
                     f"'{name}' has shape {tuple(view.get_shape())} in '{self.directory}', but the model's config "
                     f'makes it {spec.global_shape}: config.json and weights do not belong together')
-            # What safetensors returns are views of the mapped file, of rows that lie apart where the second axis is cut.
+            # What safetensors returns are views of the mapped file, of rows that lie apart where the second axis is
+            # cut.
             if spec.axis is None:
                 return (view[:] if spec.global_shape else file.get_tensor(name)).clone()
             index = (slice(None), ) * spec.axis
@@ -65,7 +66,9 @@ class CheckpointReader:
 
 
 def _checkpoint_name(name: str, prefix: str, reader: CheckpointReader) -> Optional[str]:
-    """The checkpoint's name of a parameter; checkpoints of the bare decoder lack its prefix. None if it is not there."""
+    """The checkpoint's name of a parameter; checkpoints of the bare decoder lack its prefix. None if it is not
+    there.
+    """
     if name in reader:
         return name
     short = name.removeprefix(f'{prefix}.')
@@ -117,8 +120,8 @@ def load_slices(model: nn.Module,
     for name, parameter in named:
         value = reader.read(sources[name], spec_of(parameter))
         owner = model.get_submodule(name.rpartition('.')[0])
-        if quantization is not None and name.startswith(f'{prefix}.layers.') and parameter is getattr(owner, 'weight', None) \
-                and isinstance(owner, PartitionedLinear):
+        in_layers = name.startswith(f'{prefix}.layers.') and isinstance(owner, PartitionedLinear)
+        if quantization is not None and in_layers and parameter is owner._parameters.get('weight'):
             owner.quantize(value.to(device=device, dtype=parameter.dtype), quantization)
         elif parameter.is_meta:
             _replace(model, parameter, value.to(device=device, dtype=parameter.dtype))
@@ -129,7 +132,9 @@ def load_slices(model: nn.Module,
 
 
 def load_buffers(model: nn.Module, reader: CheckpointReader, device: torch.device, skip: tuple[str, ...]) -> set[str]:
-    """Gives buffers that a checkpoint holds (a layer's scale, constants of an activation) their values; their names in it."""
+    """Gives buffers that a checkpoint holds (a layer's scale, constants of an activation) their values; their names in
+    it.
+    """
     found = set()
     for name, buffer in list(model.named_buffers()):
         source = _checkpoint_name(name, getattr(model, 'base_model_prefix', ''), reader)

@@ -1,7 +1,7 @@
 """Turns a Hugging Face causal LM into this rank's part of it: modules stay as they are, linears and embeddings change.
 
-Each attention and MLP block enters its tensor-parallel region once, by a hook on its input: two all-reduces forward (the
-row-parallel layers) and two backward (the entries) per decoder layer, adapters included.
+Each attention and MLP block enters its tensor-parallel region once, by a hook on its input: two all-reduces forward
+(the row-parallel layers) and two backward (the entries) per decoder layer, adapters included.
 """
 import copy
 import torch
@@ -18,7 +18,9 @@ from .plan import REMEDY, LinearCut, NormCut, PlanError, plan_model
 
 
 class RegionEntry:
-    """Forward pre-hook of a block: its input enters the tensor-parallel region. Backward: the block's one all-reduce."""
+    """Forward pre-hook of a block: its input enters the tensor-parallel region. Backward: the block's one
+    all-reduce.
+    """
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self.mesh = mesh

@@ -1,10 +1,11 @@
 """How a Hugging Face architecture is cut: its published tensor-parallel plan, read as data, made precise.
 
-transformers publishes for each architecture which linears are cut along the output ("colwise") or the input ("rowwise"),
-`config.base_model_tp_plan` and `_tp_plan` of the causal LM. The plan does not say where: attention is cut at head
-boundaries, fused projections part by part, the MLP along its intermediate size, and the head along the vocabulary. Where a
-published plan gathers (a fused projection that the model slices, a norm over a whole projection), this module cuts
-without gathering if it knows how, and gathers if not. Whatever it cannot place is an error, never left whole in silence.
+transformers publishes for each architecture which linears are cut along the output ("colwise") or the input
+("rowwise"), `config.base_model_tp_plan` and `_tp_plan` of the causal LM. The plan does not say where: attention is cut
+at head boundaries, fused projections part by part, the MLP along its intermediate size, and the head along the
+vocabulary. Where a published plan gathers (a fused projection that the model slices, a norm over a whole projection),
+this module cuts without gathering if it knows how, and gathers if not. Whatever it cannot place is an error, never left
+whole in silence.
 """
 import re
 from dataclasses import dataclass, field
@@ -218,7 +219,9 @@ def _refuse_own_parameters(path: str, block: nn.Module) -> None:
 
 
 def _activation(path: str, name: str, child: nn.Module, gathers: bool) -> NormCut:
-    """A learned activation with numbers for all features (xIELU): whole; each rank sees its features, unless they are gathered."""
+    """A learned activation with numbers for all features (xIELU): whole; each rank sees its features, unless they are
+    gathered.
+    """
     if name in ACTIVATIONS and all(parameter.numel() == 1 for parameter in child.parameters()):
         return NormCut(partial=not gathers)
     raise PlanError(f"'{path}.{name}' ({type(child).__name__}) is not known, so it cannot be split: {REMEDY}")

@@ -15,7 +15,9 @@ from .plan import REMEDY, PlanError, published_plan
 
 
 def split_model(model: PreTrainedModel, mesh: ParallelMesh, chunks: int, by_hand: Optional[str]) -> StageSplit:
-    """Layers per stage. The cost of a layer, and of the head, is the size of its matrices: what a token is multiplied with."""
+    """Layers per stage. The cost of a layer, and of the head, is the size of its matrices: what a token is multiplied
+    with.
+    """
     layers = getattr(getattr(model, model.base_model_prefix, None), 'layers', None)
     if layers is None:
         published_plan(model)  # the reason, where it knows one
@@ -71,7 +73,9 @@ def tied_aliases(model: PreTrainedModel) -> dict[str, str]:
 
 
 def keep_own_stages(model: nn.Module, mesh: ParallelMesh) -> None:
-    """Takes the modules of other pipeline stages, and adapters on them, out of the model (a causal LM or PEFT's wrapper)."""
+    """Takes the modules of other pipeline stages, and adapters on them, out of the model (a causal LM or PEFT's
+    wrapper).
+    """
     if mesh.pipeline_parallel_size == 1:
         return
     lm = model.get_base_model() if isinstance(model, PeftModel) else model

@@ -1,4 +1,5 @@
-"""What happens to gradients between the backward pass and the optimizer: sums over copies, mean over replicas, norm, clip.
+"""What happens to gradients between the backward pass and the optimizer: sums over copies, mean over replicas, norm,
+clip.
 
 All of it reads the parameters' `ShardSpec`. Collectives run on flat buckets; every process visits the parameters in the
 same order.
@@ -100,7 +101,8 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float, no
 
 def agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, mesh: ParallelMesh,
                       device: torch.device) -> None:
-    """Makes an infinite gradient on one rank an infinite gradient on all, so that all skip the step and lower the scale.
+    """Makes an infinite gradient on one rank an infinite gradient on all, so that all skip the step and lower the
+    scale.
 
     To be called between the scaler's `unscale_` and `step`. A stage without gradients takes part.
     """

@@ -1,8 +1,8 @@
 """Runs the micro-batches of a step through the stages, with torch's schedules.
 
 GPipe (arXiv:1811.06965), 1F1B (arXiv:2006.09503) and interleaved 1F1B (arXiv:2104.04473). A group of micro-batches that
-a schedule cannot take (fewer than stages, or no multiple of its rounds: the end of an epoch) runs in GPipe's order, which
-computes the same numbers.
+a schedule cannot take (fewer than stages, or no multiple of its rounds: the end of an epoch) runs in GPipe's order,
+which computes the same numbers.
 """
 import torch
 from contextlib import AbstractContextManager, nullcontext
@@ -43,10 +43,10 @@ def run_micro_batches(lm: PreTrainedModel,
 
     Args:
         lm: This rank's part of the causal LM.
-        batches: The micro-batches: `input_ids` (B, S) and what else the decoder takes, on this rank's device. Every rank
-            of a replica holds the same ones; their shapes may differ.
-        loss_fn: (hidden states (B, S, H) after the final norm, number of the micro-batch) -> loss to differentiate; called on
-            the last stage only.
+        batches: The micro-batches: `input_ids` (B, S) and what else the decoder takes, on this rank's device. Every
+            rank of a replica holds the same ones; their shapes may differ.
+        loss_fn: (hidden states (B, S, H) after the final norm, number of the micro-batch) -> loss to differentiate;
+            called on the last stage only.
         split: The layers of each stage.
         mesh: The process grid.
         kind: '1f1b', 'gpipe' or 'interleaved_1f1b'.

@@ -103,6 +103,6 @@ def export_main(config: ExportConfig) -> list[str]:
     lines = [f"merged '{config.adapters}' into '{config.model}': {config.output_dir}"]
     if config.quant_bits and config.merge_into == 'checkpoint':
         lines.append(
-            'the adapter was trained on a quantised base and is merged into the 16-bit checkpoint; --merge_into dequantized '
-            'merges into the weights that it was trained on')
+            'the adapter was trained on a quantised base and is merged into the 16-bit checkpoint; --merge_into '
+            'dequantized merges into the weights that it was trained on')
     return lines

@@ -119,9 +119,10 @@ def memory_report(model: nn.Module, optimizer: Any, mesh: ParallelMesh) -> list[
     names = list(dict.fromkeys(name for share, _ in first_replica for name in share))
     largest = {name: max(share.get(name, 0) for share, _ in first_replica) for name in names}
     together = {name: sum(share.get(name, 0) for share, _ in first_replica) for name in names}
+    kind = 'device' if torch.cuda.is_available() else 'process'
     lines = [
         'memory, largest rank: ' + ', '.join(f'{name} {size / MIB:.1f} MiB' for name, size in largest.items()) +
-        f'; peak {max(peak for _, peak in shares) / MIB:.0f} MiB ({"device" if torch.cuda.is_available() else "process"})'
+        f'; peak {max(peak for _, peak in shares) / MIB:.0f} MiB ({kind})'
     ]
     if mesh.model_parallel_size > 1:
         lines.append('memory, one card would hold at most: ' + ', '.join(f'{name} {size / MIB:.1f} MiB'

@@ -1,7 +1,8 @@
-"""Frozen bases in other formats than a dense matrix, behind one interface: a product, and the matrix when it is asked for.
+"""Frozen bases in other formats than a dense matrix, behind one interface: a product, and the matrix when it is asked
+for.
 
-The partitioned linears call `product` and do not know what they hold. Each format has a file of its own; `quantize` asks
-them in turn, the first that matches makes the weight.
+The partitioned linears call `product` and do not know what they hold. Each format has a file of its own; `quantize`
+asks them in turn, the first that matches makes the weight.
 
 O output, I input features of the whole matrix, /T this rank's part.
 """
@@ -113,7 +114,9 @@ def quantize(weight: torch.Tensor, spec: ShardSpec, config: QuantizationConfig, 
 
 
 def keeps_blocks(spec: ShardSpec, block_size: int) -> bool:
-    """Whether quantising the slice gives the codes of the whole matrix: blocks run along rows, and no cut goes through one."""
+    """Whether quantising the slice gives the codes of the whole matrix: blocks run along rows, and no cut goes through
+    one.
+    """
     if spec.size == 1:
         return True
     if spec.global_shape[1] % block_size:

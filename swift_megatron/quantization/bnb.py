@@ -1,10 +1,10 @@
 """NF4 and FP4 weights of bitsandbytes (arXiv:2305.14314). The only file that imports it.
 
-Blocks of 64 values run along the rows of the flattened matrix. A slice that keeps whole blocks has the codes and scales of
-the whole matrix bit for bit (without double quantisation, whose second scale is a mean over the slice).
+Blocks of 64 values run along the rows of the flattened matrix. A slice that keeps whole blocks has the codes and scales
+of the whole matrix bit for bit (without double quantisation, whose second scale is a mean over the slice).
 
-bitsandbytes' decoder for CPUs is wrong for rows that are no multiple of 64 long, and its kernels assume such rows. Those
-matrices are stored as rows of one block each, which has the same codes, and multiplied after decoding.
+bitsandbytes' decoder for CPUs is wrong for rows that are no multiple of 64 long, and its kernels assume such rows.
+Those matrices are stored as rows of one block each, which has the same codes, and multiplied after decoding.
 """
 import bitsandbytes.functional as bnb_functional
 import torch
@@ -60,8 +60,8 @@ class FourBitWeight(QuantizedWeight):
         if self.config.compute_dtype is not None:
             x = x.to(self.config.compute_dtype)
         if self.whole_rows:
-            # The autograd function itself, in training and evaluation alike: bitsandbytes' module repacks its weight for
-            # evaluation on some CPUs, computes in bfloat16 from then on, and cannot train any more.
+            # The autograd function itself, in training and evaluation alike: bitsandbytes' module repacks its weight
+            # for evaluation on some CPUs, computes in bfloat16 from then on, and cannot train any more.
             y = MatMul4Bit.apply(x, self.codes, None, None, self._state)
         else:
             y = DecodedProduct.apply(x, lambda dtype: self.dequantized().to(dtype))

@@ -1,10 +1,11 @@
-"""8-bit weights with one scale for each output row (the weights of LLM.int8, arXiv:2208.07339), as bitsandbytes stores them.
+"""8-bit weights with one scale for each output row (the weights of LLM.int8, arXiv:2208.07339), as bitsandbytes stores
+them.
 
     c_ij = round(127 w_ij / a_i),  a_i = max_j |w_ij|,  W = a c / 127
 
-The product decodes the weight and multiplies in the compute dtype: what bitsandbytes does in training on CPUs. Activations
-are never rounded. A row slice takes the largest value of the whole row over the ranks, so that its codes are the whole
-matrix's.
+The product decodes the weight and multiplies in the compute dtype: what bitsandbytes does in training on CPUs.
+Activations are never rounded. A row slice takes the largest value of the whole row over the ranks, so that its codes
+are the whole matrix's.
 """
 import torch
 import torch.distributed as dist

@@ -49,7 +49,9 @@ class VocabParallelEmbedding(nn.Embedding):
         set_records(self, {'weight': mesh.spec((num_embeddings, embedding_dim), axis=0, layout=layout, partial=True)})
 
     def local_ids(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row numbers within this rank's part (0 for tokens of others) and which tokens are its own. (B, S) -> 2 x (B, S)"""
+        """Row numbers within this rank's part (0 for tokens of others) and which tokens are its own. (B, S) -> 2 x (B,
+        S)
+        """
         local = ids - self.first
         own = (local >= 0) & (local < self.num_embeddings)
         return local.masked_fill(~own, 0), own

@@ -5,7 +5,8 @@
 
 The region is entered once by the block around the column-parallel layers, not by each of them, see
 `model/partition.py`; a layer that stands alone (the output head) enters it itself.
-`in_features` and `out_features` are this rank's, the global sizes are in `global_in_features` and `global_out_features`.
+`in_features` and `out_features` are this rank's, the global sizes are in `global_in_features` and
+`global_out_features`.
 
 B batch, S sequence, I input, O output size of the whole layer, /T this rank's part.
 """

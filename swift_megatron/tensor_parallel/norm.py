@@ -19,8 +19,8 @@ class ProjectionRMSNorm(nn.Module):
 
         y = w x / sqrt(mean(x^2) + eps), the mean over all ranks' x (arXiv:1910.07467)
 
-    Elements that several ranks hold (shared key/value heads) are counted once; the squares of a copy belong to the lowest
-    rank, and so does the gradient through them, which suits the partial sums of the projection's own gradient.
+    Elements that several ranks hold (shared key/value heads) are counted once; the squares of a copy belong to the
+    lowest rank, and so does the gradient through them, which suits the partial sums of the projection's own gradient.
     """
 
     def __init__(self,

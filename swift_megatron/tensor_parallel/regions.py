@@ -111,7 +111,8 @@ def reduce_from_tensor_parallel_region(x: torch.Tensor, mesh: ParallelMesh) -> t
 def reduce_within_tensor_parallel_region(x: torch.Tensor, mesh: ParallelMesh) -> torch.Tensor:
     """A sum that the ranks go on to use each for its own part. Forward and backward: sum over the ranks.
 
-    For statistics over a cut dimension (a norm over a whole projection): every rank's use of the sum gives it a gradient.
+    For statistics over a cut dimension (a norm over a whole projection): every rank's use of the sum gives it a
+    gradient.
     """
     return x if mesh.tensor_parallel_size == 1 else _ReduceWithin.apply(x, mesh)
 

@@ -5,7 +5,9 @@ from swift.trainers import Seq2SeqTrainingArguments
 
 @dataclass
 class ParallelSeq2SeqTrainingArguments(Seq2SeqTrainingArguments):
-    """ms-swift's training arguments; `world_size` is the number of model replicas (d), as all of the Trainer's uses mean it."""
+    """ms-swift's training arguments; `world_size` is the number of model replicas (d), as all of the Trainer's uses
+    mean it.
+    """
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     num_micro_batches: int = 1

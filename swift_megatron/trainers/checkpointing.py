@@ -1,7 +1,7 @@
 """How a trainer writes and reads checkpoints when a model is spread over processes.
 
-Every process takes part, process 0 writes what plain ms-swift writes; optimizer states lie as the ranks hold them. A folder
-gets its name when it is complete.
+Every process takes part, process 0 writes what plain ms-swift writes; optimizer states lie as the ranks hold them. A
+folder gets its name when it is complete.
 """
 import numpy as np
 import os
@@ -36,7 +36,9 @@ class CheckpointMixin:
     mesh: ParallelMesh
 
     def _adapter_state(self) -> dict[str, torch.Tensor]:
-        """Whole tensors of all that is trained (and of an embedding that PEFT stores with its adapter), on process 0."""
+        """Whole tensors of all that is trained (and of an embedding that PEFT stores with its adapter), on process
+        0.
+        """
         state = {}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad or 'lora_' in name or '.modules_to_save.' in name or self._is_adapted_embedding(
@@ -82,7 +84,9 @@ class CheckpointMixin:
             self.model.generation_config.save_pretrained(output_dir)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Writes into a folder of another name and renames it at the end: a crash leaves nothing that looks complete."""
+        """Writes into a folder of another name and renames it at the end: a crash leaves nothing that looks
+        complete.
+        """
         self.store_flos()
         run_dir = self._get_output_dir(trial=trial)
         final = os.path.join(run_dir, f'{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}')

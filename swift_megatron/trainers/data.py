@@ -1,7 +1,7 @@
 """Who gets which samples: each replica its own, and all ranks of a replica the same, by construction.
 
-The first rank of a replica reads, tokenises and collates; the others receive its batches, together with its random state,
-so that dropout masks stay in step whatever the data pipeline draws.
+The first rank of a replica reads, tokenises and collates; the others receive its batches, together with its random
+state, so that dropout masks stay in step whatever the data pipeline draws.
 """
 import torch
 import torch.distributed as dist
@@ -43,7 +43,9 @@ class ReplicaBatchSampler(BatchSamplerShard):
 
 
 class ReplicaDispatcher(DataLoaderDispatcher):
-    """ms-swift's loader for data sets without length, run among the readers: the first of them reads for all replicas."""
+    """ms-swift's loader for data sets without length, run among the readers: the first of them reads for all
+    replicas.
+    """
 
     def __init__(self, *args: Any, mesh: ParallelMesh, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

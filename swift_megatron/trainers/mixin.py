@@ -153,7 +153,9 @@ class ParallelTrainerMixin(CheckpointMixin):
         return total
 
     def create_optimizer(self, model: Optional[nn.Module] = None) -> torch.optim.Optimizer:
-        """A stage without trainable parameters gets an optimizer with an empty one: schedulers and logs ask for its rate."""
+        """A stage without trainable parameters gets an optimizer with an empty one: schedulers and logs ask for its
+        rate.
+        """
         optimizer = super().create_optimizer(model)
         if not optimizer.param_groups:
             optimizer.add_param_group({'params': [nn.Parameter(torch.empty(0, device=self.args.device))]})
@@ -174,7 +176,9 @@ class ParallelTrainerMixin(CheckpointMixin):
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
     def _norm_and_clip(self, model: nn.Module, max_norm: Optional[float]) -> torch.Tensor:
-        """The norm of the whole gradient, before clipping. A norm that is not a number drops the step, as in ms-swift."""
+        """The norm of the whole gradient, before clipping. A norm that is not a number drops the step, as in
+        ms-swift.
+        """
         self.accelerator.unscale_gradients()
         if self.accelerator.scaler is not None:
             agree_on_overflow(self.accelerator.scaler, self.optimizer.optimizer, self.mesh, self.args.device)
@@ -188,7 +192,9 @@ class ParallelTrainerMixin(CheckpointMixin):
         return norm
 
     def floating_point_ops(self, inputs: dict) -> float:
-        """This rank's share of the whole model's operations; the Trainer adds up the ranks. 6 N per token, as in transformers."""
+        """This rank's share of the whole model's operations; the Trainer adds up the ranks. 6 N per token, as in
+        transformers.
+        """
         lm = causal_lm(self.model)
         embeddings = [module.weight for module in lm.modules() if isinstance(module, nn.Embedding)]
         owned = owned_elements(lm) - sum(spec_of(weight).num_owned() for weight in embeddings)

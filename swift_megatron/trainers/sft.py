@@ -26,8 +26,8 @@ class ParallelSeq2SeqTrainer(ParallelTrainerMixin, Seq2SeqTrainer):
                      num_items_in_batch: Optional[torch.Tensor] = None) -> Any:
         """Sum of the token losses over the number of label tokens in the global batch, times the number of replicas.
 
-        Token losses are ms-swift's: cross-entropy, with label smoothing, `enable_dft_loss` and `loss_scale` where asked for.
-        Gradients are averaged over the replicas, so that the factor gives the mean over all tokens.
+        Token losses are ms-swift's: cross-entropy, with label smoothing, `enable_dft_loss` and `loss_scale` where asked
+        for. Gradients are averaged over the replicas, so that the factor gives the mean over all tokens.
         """
         with self.accelerator.autocast():
             hidden = hidden_states(model, **{key: value for key, value in inputs.items() if key in DECODER_INPUTS})

@@ -1,7 +1,7 @@
 """Oracle parity: a partitioned model trains exactly like the plain Hugging Face model with plain PEFT.
 
-A failure means that users get other losses, gradients or weights than without tensor parallelism. The reference is loaded
-from the same checkpoint, all of whose parameters differ from their defaults.
+A failure means that users get other losses, gradients or weights than without tensor parallelism. The reference is
+loaded from the same checkpoint, all of whose parameters differ from their defaults.
 """
 import peft
 import pytest
@@ -184,7 +184,9 @@ HEAD_CASES = {  # tensor-parallel size -> (query heads, key/value heads)
 
 @pytest.mark.parametrize('size', HEAD_CASES)
 def test_uneven_and_shared_heads(size, tmp_path):
-    """Heads that do not divide, and key/value heads held by several ranks: separate, normed, fused and cut-norm projections."""
+    """Heads that do not divide, and key/value heads held by several ranks: separate, normed, fused and cut-norm
+    projections.
+    """
     cases = [(Case(family=family, heads=heads, key_value_heads=key_value_heads, vocabulary=127), mode)
              for heads, key_value_heads in HEAD_CASES[size]
              for family, mode in [('llama', 'full'), ('llama',
@@ -204,7 +206,9 @@ def test_adapters_everywhere(size, tmp_path):
 
 
 def test_large_vocabulary_in_chunks(tmp_path):
-    """A vocabulary of 49152 with room for the logits of two tokens at a time: recomputed chunks give the same gradients."""
+    """A vocabulary of 49152 with room for the logits of two tokens at a time: recomputed chunks give the same
+    gradients.
+    """
     directory = make_checkpoint(Case(family='gemma2', vocabulary=49152), str(tmp_path / 'model'))
     for mode in ('lora', 'full'):
         faults = launch(2, compare, Case(family='gemma2', vocabulary=49152), directory, mode, 2 * 4 * 49152 // 2)[0]

@@ -1,4 +1,5 @@
-"""Pipeline parallelism: a model cut into stages trains exactly like the plain Hugging Face model on the same micro-batches.
+"""Pipeline parallelism: a model cut into stages trains exactly like the plain Hugging Face model on the same
+micro-batches.
 
 A failure means that users get other losses, gradients or weights with --pipeline_parallel_size than without, or that a
 ragged batch, a frozen stage or the end of an epoch breaks a run. Every launch has a timeout.
@@ -225,7 +226,9 @@ def check(jobs: list[tuple[Case, Run]], tmp_path, timeout: float = 250) -> None:
 
 @pytest.mark.parametrize('mode', ['full', 'lora'])
 def test_every_family_on_two_stages(mode, tmp_path):
-    """Each architecture's masks, rotary embeddings per layer type, embedding scales and tied heads stay right on stages."""
+    """Each architecture's masks, rotary embeddings per layer type, embedding scales and tied heads stay right on
+    stages.
+    """
     check([(Case(family=family, layers=5, tied=i % 2 == (mode == 'full')), Run(mode=mode))
            for i, family in enumerate(FAMILIES)], tmp_path)
 
@@ -254,7 +257,9 @@ def test_ragged_ends(tmp_path):
 
 
 def test_stages_without_trainable_parameters(tmp_path):
-    """Adapters on the first or the last layers alone: a stage has nothing to train, the others' numbers do not change."""
+    """Adapters on the first or the last layers alone: a stage has nothing to train, the others' numbers do not
+    change.
+    """
     jobs = [(Case(family='llama', layers=4), Run(mode='lora', adapted_layers=layers, checkpointing=checkpointing))
             for layers in ((0, ), (3, )) for checkpointing in (None, 'non-reentrant')]
     check(jobs, tmp_path)
@@ -262,7 +267,9 @@ def test_stages_without_trainable_parameters(tmp_path):
 
 @pytest.mark.parametrize('sizes', [(1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1), (2, 2, 2)], ids=str)
 def test_grid(sizes, tmp_path):
-    """Four families over tensor ranks, stages and replicas, tied and untied, full and LoRA; five layers over four stages."""
+    """Four families over tensor ranks, stages and replicas, tied and untied, full and LoRA; five layers over four
+    stages.
+    """
     t, p, d = sizes
     jobs = [(Case(family='llama', layers=5, tied=True), Run(t=t, p=p, d=d)),
             (Case(family='qwen3', layers=5), Run(t=t, p=p, d=d, mode='lora')),
@@ -319,7 +326,9 @@ def test_loss_at_random_initialisation(sizes, tmp_path):
 
 
 def test_token_mean(tmp_path):
-    """Samples of 3, 9, 17 and 30 tokens as four micro-batches over two stages: the mean over all their tokens, not of means."""
+    """Samples of 3, 9, 17 and 30 tokens as four micro-batches over two stages: the mean over all their tokens, not of
+    means.
+    """
     case = Case(family='llama', layers=2)
     directory = make_checkpoint(case, str(tmp_path))
     model = reference_model(directory, case)

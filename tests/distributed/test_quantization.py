@@ -1,6 +1,7 @@
 """4-bit bases: the codes of one card, cut over ranks and stages, with products and gradients that are checked.
 
-A failure means that QLoRA over several cards trains on other weights than QLoRA on one, or holds more memory than it says.
+A failure means that QLoRA over several cards trains on other weights than QLoRA on one, or holds more memory than it
+says.
 """
 import os
 import peft
@@ -52,7 +53,9 @@ def test_slices_have_the_codes_of_the_whole(size, axis, format):
 
 @pytest.mark.parametrize('axis', [0, 1])
 def test_double_quantisation_differs_by_less_than_a_tenth_of_its_error(axis):
-    """The second scale is a mean over the slice, so that slices differ a little from the whole: far less than NF4 itself."""
+    """The second scale is a mean over the slice, so that slices differ a little from the whole: far less than NF4
+    itself.
+    """
     weight = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0))
     config = nf4(double=True)
     expected = whole_quantised(weight, config)
@@ -69,7 +72,8 @@ def test_double_quantisation_differs_by_less_than_a_tenth_of_its_error(axis):
 @pytest.mark.parametrize('columns', [64, 80, 96, 144, 576])
 @pytest.mark.parametrize('double', [False, True])
 def test_products_and_gradients(columns, double):
-    """Rows that bitsandbytes decodes wrongly on CPUs (not a multiple of 64) are decoded rightly: no training on wrong weights.
+    """Rows that bitsandbytes decodes wrongly on CPUs (not a multiple of 64) are decoded rightly: no training on wrong
+    weights.
 
     The error of the decoded matrix is that of the format, 0.073 of the standard deviation on average for NF4 and normal
     values (arXiv:2305.14314), and products and gradients are those of the decoded matrix.
@@ -88,7 +92,9 @@ def test_products_and_gradients(columns, double):
 
 
 def test_training_and_evaluation_agree():
-    """bitsandbytes' module repacks its weight in evaluation on some CPUs; ours gives one number, and trains on afterwards."""
+    """bitsandbytes' module repacks its weight in evaluation on some CPUs; ours gives one number, and trains on
+    afterwards.
+    """
     weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
     stored = quantize(weight, ParallelMesh().spec(weight.shape), nf4(), ParallelMesh())
     x = torch.randn(4, 128, requires_grad=True)
@@ -159,7 +165,9 @@ def test_training_is_that_of_peft_and_bitsandbytes(family, tmp_path):
 
 
 def test_eight_bits(tmp_path):
-    """8-bit bases train like PEFT and bitsandbytes on one card, to float32 rounding: row slices share their rows' scales."""
+    """8-bit bases train like PEFT and bitsandbytes on one card, to float32 rounding: row slices share their rows'
+    scales.
+    """
     case = Case(family='llama', **WIDE)
     results = launch(2, _train, make_checkpoint(case, str(tmp_path)), case, 2, torch.float32, 'int8')[0]
     assert results and not [(what, error) for what, error in results if not error <= RELATIVE]
@@ -168,7 +176,8 @@ def test_eight_bits(tmp_path):
 def test_bfloat16(tmp_path):
     """In bfloat16 compute the first loss and norm agree to its rounding.
 
-    One rounding is 2^-9; the sums behind a loss go through about 4 roundings in a row per layer and 2 layers in either run,
+    One rounding is 2^-9; the sums behind a loss go through about 4 roundings in a row per layer and 2 layers in either
+    run,
     independent of each other: sqrt(2 x 8) x 2^-9 = 0.8 %, doubled for the norm, which squares.
     """
     case = Case(family='llama', **WIDE)
@@ -209,7 +218,9 @@ def _adapter_off(directory: str, case: Case) -> None:
 
 
 def test_adapters_on_and_off(tmp_path):
-    """DPO's reference is the base with adapters off: it has to be the base itself, and the next training step has to run."""
+    """DPO's reference is the base with adapters off: it has to be the base itself, and the next training step has to
+    run.
+    """
     case = Case(family='llama', **WIDE)
     launch(2, _adapter_off, make_checkpoint(case, str(tmp_path)), case)
 
@@ -224,7 +235,9 @@ def _bytes(directory: str, case: Case) -> tuple[int, int, int]:
 
 
 def test_bytes_per_rank(tmp_path):
-    """A rank of four holds a quarter of the 4-bit base, at hidden 2048 within 5 %: what makes a 13B model fit 24 GB cards."""
+    """A rank of four holds a quarter of the 4-bit base, at hidden 2048 within 5 %: what makes a 13B model fit 24 GB
+    cards.
+    """
     case = Case(family='llama', heads=128, key_value_heads=32, ffn=5632, layers=2, vocabulary=1000)
     directory = str(tmp_path / 'wide')
     os.makedirs(directory)
