@@ -1,4 +1,5 @@
-"""Runs a module-level function on several processes that talk over gloo, and fails with the first failing rank's traceback.
+"""Runs a module-level function on several processes that talk over gloo, and fails with the first failing rank's
+traceback.
 
 Processes come from a fork server that has torch, transformers and peft imported already: 0.2 s each instead of 10.
 """

@@ -1,4 +1,6 @@
-"""Small random models of many families with non-trivial norms and biases, and the unsharded reference that they are held to."""
+"""Small random models of many families with non-trivial norms and biases, and the unsharded reference that they are
+held to.
+"""
 import dataclasses
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM

@@ -1,10 +1,9 @@
 """Runs trainings in processes that have ms-swift imported already: half a second each instead of ten.
 
-The standard library has one fork server for a process; the end-to-end tests start their own beside it, because the other
-tests' does without ms-swift.
+The standard library has one fork server for a process; the end-to-end tests start their own beside it, because that of
+the other tests does without ms-swift.
 """
 import dataclasses
-import multiprocessing
 import os
 import pickle
 import socket
@@ -15,12 +14,11 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection, context, forkserver, popen_forkserver
 from pathlib import Path
-from typing import Any, Callable, Iterator, Optional, Sequence
+from typing import Any, Callable, Optional, Sequence
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 120  # seconds for one launch
-CORES = 2
 
 
 class _Server:
@@ -101,8 +99,13 @@ def _enter(rank: int, world_size: int, port: int, folder: str, function: Callabl
     os.dup2(output, 2)
     torch.set_num_threads(1)
     if world_size > 1:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
-                          MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_WORLD_SIZE=str(world_size),
+            MASTER_ADDR='127.0.0.1',
+            MASTER_PORT=str(port))
     try:
         result = function(*args)
     except Exception:
@@ -134,11 +137,18 @@ def run(job: Job) -> list[Ended]:
     """Runs a job and tells how each process ended, in rank order."""
     with tempfile.TemporaryDirectory() as folder:
         port = _free_port()
-        processes = [_context.Process(target=_enter, args=(rank, job.processes, port, folder, job.function, job.args), daemon=True)
-                     for rank in range(job.processes)]
-        for process in processes:
-            process.start()
-        exit_codes = _wait(processes, job.timeout)
+        processes = [
+            _context.Process(target=_enter, args=(rank, job.processes, port, folder, job.function, job.args))
+            for rank in range(job.processes)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            exit_codes = _wait(processes, job.timeout)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
         return [_ended(folder, rank, exit_code) for rank, exit_code in enumerate(exit_codes)]
 
 
@@ -148,7 +158,7 @@ def _ended(folder: str, rank: int, exit_code: Optional[int]) -> Ended:
     if os.path.exists(output_file):
         with open(output_file, encoding='utf-8', errors='replace') as file:
             output = file.read()
-    if exit_code == 0:
+    if exit_code == 0 and os.path.exists(result_file):
         with open(result_file, 'rb') as file:
             result = pickle.load(file)
     return Ended(exit_code, output, result)
@@ -170,8 +180,10 @@ def launch(job: Job) -> list[Any]:
 
 
 def launch_all(jobs: dict[str, Job]) -> dict[str, list[Any]]:
-    """Runs jobs, those of one process beside each other; the results by name."""
-    alone = {name: job for name, job in jobs.items() if job.processes == 1}
-    with ThreadPoolExecutor(CORES) as pool:
-        results = dict(zip(alone, pool.map(launch, alone.values())))
-    return {name: results[name] if name in results else launch(job) for name, job in jobs.items()}
+    """Runs jobs beside each other; the results by name.
+
+    Raises:
+        AssertionError: for the first job that fails, once all have ended.
+    """
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return dict(zip(jobs, pool.map(launch, jobs.values()), strict=True))

@@ -30,6 +30,26 @@ def train_without(function: str, argv: list[str]) -> dict[str, Any]:
         return train('ours', 'sft', argv)
 
 
+def train_until_save_fails(step: int, argv: list[str]) -> None:
+    """A training whose process 0 breaks down in the middle of writing the checkpoint of a step."""
+    from swift_megatron.trainers.mixin import ParallelTrainerMixin
+    write = ParallelTrainerMixin._save_rng_state
+
+    def fail(self: Any, directory: str) -> None:
+        if self.state.global_step == step and self.args.process_index == 0:
+            raise OSError('no space left on device')
+        write(self, directory)
+
+    with mock.patch.object(ParallelTrainerMixin, '_save_rng_state', fail):
+        train('ours', 'sft', argv)
+
+
+def infer(adapter: str, data: str, result: str) -> None:
+    """`swift infer` with what args.json beside the adapter says of model and template."""
+    from swift.pipelines import infer_main
+    infer_main(['--adapters', adapter, '--val_dataset', data, '--result_path', result, '--max_new_tokens', '4'])
+
+
 def run_worker(command: str, argv: list[str]) -> None:
     """What torchrun starts; ends with its exit status. Ranks that wait for the first one to speak are stopped."""
     from swift_megatron.cli.worker import run
@@ -59,10 +79,9 @@ def probe(model: Any) -> list:
 
 def probe_adapter(model_directory: str, adapter: str) -> list:
     """The logits by transformers and PEFT alone. Anything that they warn of, such as a missing key, is an error."""
-    import warnings
-
     import peft
     import transformers
+    import warnings
     model = transformers.AutoModelForCausalLM.from_pretrained(model_directory, dtype='float32')
     with warnings.catch_warnings():
         warnings.simplefilter('error')
@@ -72,7 +91,8 @@ def probe_adapter(model_directory: str, adapter: str) -> list:
 def probe_checkpoint(directory: str) -> list:
     """The logits of a full checkpoint by transformers alone; every weight has to come from the file."""
     import transformers
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype='float32', output_loading_info=True)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype='float32', output_loading_info=True)
     assert not any(info.values()), info
     return probe(model)
 
@@ -80,7 +100,6 @@ def probe_checkpoint(directory: str) -> list:
 def train_from_python(settings: dict[str, Any]) -> list:
     """A training from a TrainerConfig, then the logits of the saved adapter on the partitioned base."""
     from swift_megatron import SwiftModel, TrainerConfig, sft_main
-
     from .runs import COMMON
     result = sft_main(TrainerConfig(**{**COMMON, **settings}))
     trained = {**settings, 'adapters': [result['last_model_checkpoint']]}
@@ -90,7 +109,6 @@ def train_from_python(settings: dict[str, Any]) -> list:
 def train_and_capture(argv: list[str]) -> str:
     """A training by this package; everything that ms-swift's logger said."""
     import logging
-
     from swift.utils import get_logger
     lines: list[str] = []
 
@@ -124,8 +142,8 @@ def merge_and_probe(model: str, adapter: str, output: str, into: str) -> tuple[l
         config = QuantizationConfig(format='nf4', double=False)
         for name, parameter in base.named_parameters():
             if '.layers.' in name and parameter.ndim == 2:
-                parameter.data = quantize(
-                    parameter.data, ParallelMesh().spec(parameter.shape), config, ParallelMesh()).dequantized()
+                parameter.data = quantize(parameter.data,
+                                          ParallelMesh().spec(parameter.shape), config, ParallelMesh()).dequantized()
     return _flat(probe_checkpoint(output)), _flat(probe(peft.PeftModel.from_pretrained(base, adapter)))
 
 

@@ -6,12 +6,12 @@ from typing import Any, Iterator
 
 VOCABULARY = 307  # prime: no number of ranks divides it
 SPECIAL = ['<|endoftext|>', '<|im_start|>', '<|im_end|>']
-WORDS = ('the a one cat dog bird fish tree house river stone cloud red blue old small quick quiet runs sees finds takes and but '
-         'then here there now under over near far').split()
+WORDS = ('the a one cat dog bird fish tree house river stone cloud red blue old small quick quiet runs sees finds '
+         'takes and but then here there now under over near far').split()
 
 
 def make_model(directory: str, **case: Any) -> str:
-    """A random llama checkpoint (a `tests.tiny_models.Case`) with a tokenizer that ms-swift's chatml template can use."""
+    """A random llama checkpoint (a `tests.tiny_models.Case`) with a tokenizer that fits ms-swift's chatml template."""
     from tests.tiny_models import Case, make_checkpoint
     make_checkpoint(Case(family='llama', vocabulary=VOCABULARY, **case), directory)
     make_tokenizer(directory)
@@ -25,11 +25,17 @@ def make_tokenizer(directory: str) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=SPECIAL, show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=SPECIAL,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train_from_iterator([f' {" ".join(WORDS)}'], trainer)
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token='<|im_start|>', eos_token='<|im_end|>', pad_token='<|endoftext|>',
+        tokenizer_object=tokenizer,
+        bos_token='<|im_start|>',
+        eos_token='<|im_end|>',
+        pad_token='<|endoftext|>',
         unk_token='<|endoftext|>').save_pretrained(directory)
 
 
@@ -43,8 +49,13 @@ def rows(number: int, seed: int) -> Iterator[dict[str, Any]]:
     for i in range(number):
         messages = []
         for _ in range(2 if i % 4 == 3 else 1):
-            messages += [{'role': 'user', 'content': _words(generator, generator.randint(1, 5))},
-                         {'role': 'assistant', 'content': _words(generator, generator.choice([1, 2, 5, 9, 17, 30, 36]))}]
+            messages += [{
+                'role': 'user',
+                'content': _words(generator, generator.randint(1, 5))
+            }, {
+                'role': 'assistant',
+                'content': _words(generator, generator.choice([1, 2, 5, 9, 17, 30, 36]))
+            }]
         yield {'messages': messages}
 
 
@@ -58,8 +69,15 @@ def _ragged() -> Iterator[dict[str, Any]]:
     """Four samples with answers of very different lengths."""
     generator = random.Random(3)
     for number in (1, 7, 15, 28):
-        yield {'messages': [{'role': 'user', 'content': _words(generator, 2)},
-                            {'role': 'assistant', 'content': _words(generator, number)}]}
+        yield {
+            'messages': [{
+                'role': 'user',
+                'content': _words(generator, 2)
+            }, {
+                'role': 'assistant',
+                'content': _words(generator, number)
+            }]
+        }
 
 
 def _channels() -> Iterator[dict[str, Any]]:
@@ -73,8 +91,15 @@ def _weighted() -> Iterator[dict[str, Any]]:
     generator = random.Random(5)
     for _ in range(12):
         answer = 'Thought: {} Action: {} Action Input: {} Observation: {} Final Answer: {}'
-        yield {'messages': [{'role': 'user', 'content': _words(generator, 3)},
-                            {'role': 'assistant', 'content': answer.format(*(_words(generator, 2) for _ in range(5)))}]}
+        yield {
+            'messages': [{
+                'role': 'user',
+                'content': _words(generator, 3)
+            }, {
+                'role': 'assistant',
+                'content': answer.format(*(_words(generator, 2) for _ in range(5)))
+            }]
+        }
 
 
 def _texts() -> Iterator[dict[str, Any]]:
@@ -87,7 +112,15 @@ def _texts() -> Iterator[dict[str, Any]]:
 def _drill() -> Iterator[dict[str, Any]]:
     """Short answers, over and over, that a small model has by heart after some steps."""
     for i in range(24):
-        yield {'messages': [{'role': 'user', 'content': WORDS[i % 3]}, {'role': 'assistant', 'content': WORDS[10 + i % 3]}]}
+        yield {
+            'messages': [{
+                'role': 'user',
+                'content': WORDS[i % 3]
+            }, {
+                'role': 'assistant',
+                'content': WORDS[10 + i % 3]
+            }]
+        }
 
 
 DATA = {

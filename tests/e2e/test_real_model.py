@@ -1,11 +1,12 @@
-"""The real model, SmolLM2-135M-Instruct: 20 steps over ranks and stages, dense and 4-bit, have the curve of plain `swift sft`.
+"""The real model, SmolLM2-135M-Instruct: 20 steps over ranks and stages, dense and 4-bit, have the curve of plain
+`swift sft`.
 
-Its 9 query and 3 key/value heads divide no even number of ranks, its embeddings are tied, its widths 576 and 1536 make uneven
-cuts of whole 4-bit blocks. `scripts/test.sh` makes the model and the data.
+Its 9 query and 3 key/value heads divide no even number of ranks, its embeddings are tied, its widths 576 and 1536 make
+uneven cuts of whole 4-bit blocks. `scripts/test.sh` makes the model and the data.
 
-Two programs cannot agree here as they do on small vocabularies: over 49152 logits torch's log-softmax on CPUs, which plain
-ms-swift uses, is off by 5e-7 of the gradient, always to one side (vocab_parallel_cross_entropy by 2e-8). The learning rate is
-ms-swift's default for LoRA, with which training amplifies that little.
+Two programs cannot agree here as they do on small vocabularies: over 49152 logits torch's log-softmax on CPUs, which
+plain ms-swift uses, is off by 5e-7 of the gradient, always to one side (vocab_parallel_cross_entropy by 2e-8). The
+learning rate is ms-swift's default for LoRA, with which training amplifies that little.
 
 A failure means that real fine-tuning with this package is not what it claims to be.
 """
