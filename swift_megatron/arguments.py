@@ -1,4 +1,5 @@
 """`TrainerConfig`: ms-swift's SftArguments with the parallel fields, and the checks before weights are read."""
+import argparse
 import difflib
 import math
 import torch
@@ -7,12 +8,12 @@ from dataclasses import dataclass, field, fields
 from swift.arguments import PretrainArguments, SftArguments
 from swift.trainers import TrainerFactory
 from swift.utils import get_dist_setting, parse_args
-from typing import Any, Iterator, Optional
+from typing import Any, Iterator, NoReturn, Optional
 
 from . import compatibility
 from .checkpoint.layout import layout_fault
 from .config import ConfigError, ParallelFields, read_model_config
-from .model.plan import attention_heads
+from .lora.inject import adapter_faults
 
 
 @contextmanager
@@ -78,15 +79,15 @@ class ParallelSftFields(ParallelFields):
         faults = []
         if self.model_meta.is_multimodal:
             faults.append(f"model '{self.model}' is multimodal, which is not supported: use a text model")
-        stored = getattr(self.model_info.config, 'quantization_config', None)
-        if stored:
-            method = stored.get('quant_method') if isinstance(stored, dict) else getattr(
-                stored, 'quant_method', 'unknown')
+        config = read_model_config(self.model_info.model_dir) or {}  # ms-swift has made no config object yet
+        if config.get('quantization_config'):
+            method = config['quantization_config'].get('quant_method', 'unknown')
             faults.append(f"model '{self.model}' is stored quantised ({method}), which cannot be cut: give the 16-bit "
                           'checkpoint that it was made from, with --quant_method bnb --quant_bits 4')
-        config = self.model_info.config
-        if not faults and getattr(config, 'num_attention_heads', None):
-            attention_heads(config, self.tensor_parallel_size)
+        faults += self._model_faults(config)
+        if self.tuner_type == 'lora':
+            for directory in [self.resume_from_checkpoint] if self.resume_from_checkpoint else self.adapters:
+                faults += adapter_faults(directory)
         if faults:
             raise ConfigError(faults)
 
@@ -119,10 +120,26 @@ def parse_arguments(config_class: type, argv: Optional[list[str]]) -> Any:
             near = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
             hint = f': did you mean {" or ".join("--" + n for n in near)}?' if near else ''
             raise ConfigError([f"there is no argument '--{name}'{hint}"])
-    config, rest = parse_args(config_class, argv)
+    with _brief_parser():
+        config, rest = parse_args(config_class, argv)
     if rest and not config.ignore_args_error:
         raise ConfigError([f"'{' '.join(rest)}' belongs to no argument"])
     return config
+
+
+@contextmanager
+def _brief_parser() -> Iterator[None]:
+    """argparse says in one sentence what is wrong with a value, without pages of usage."""
+
+    def error(_: argparse.ArgumentParser, message: str) -> NoReturn:
+        raise ConfigError([message])
+
+    before = argparse.ArgumentParser.error
+    argparse.ArgumentParser.error = error
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.error = before
 
 
 def _flag_names(argv: list[str]) -> list[str]:

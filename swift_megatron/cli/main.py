@@ -29,8 +29,7 @@ swift-megatron export --merge_lora true --adapters CHECKPOINT [--model DIR] [--o
 def fail(error: ConfigError) -> NoReturn:
     """One sentence for each fault, from the first process of the node alone, and exit status 2."""
     if os.environ.get('LOCAL_RANK', '0') != '0':
-        time.sleep(30)  # the launcher stops everyone when the first process ends: let the first one speak
-        sys.exit(2)
+        time.sleep(30)  # the launcher stops everyone when the first process ends: let that one speak, if it can
     for fault in error.faults:
         sys.stderr.write(f'swift-megatron: error: {fault}\n')
     sys.stderr.flush()

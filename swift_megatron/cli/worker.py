@@ -23,6 +23,7 @@ def run(method: str, flags: list[str]) -> int:
 
 def print_help(method: str) -> None:
     """ms-swift's arguments, without the parallel fields that stand above."""
+    import argparse
     from dataclasses import fields
     from swift.utils.utils import _patch_get_type_hints
     from transformers import HfArgumentParser
@@ -34,7 +35,7 @@ def print_help(method: str) -> None:
     own = {spec.name for spec in fields(ParallelFields)}
     for action in parser._actions:
         if action.dest in own:
-            action.help = '==SUPPRESS=='
+            action.help = argparse.SUPPRESS
     parser.print_help()
 
 

@@ -6,9 +6,10 @@ PEFT takes foreign layers through `LoraConfig._register_custom_module`; everythi
 import torch
 import torch.distributed as dist
 import warnings
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.utils import load_peft_weights, set_peft_model_state_dict
 
+from ..config import ConfigError
 from ..mesh import ParallelMesh
 from ..sharding import record_parameters
 from ..tensor_parallel.embedding import VocabParallelEmbedding
@@ -26,6 +27,8 @@ def unsupported(config: LoraConfig) -> list[str]:
     """What a LoRA config asks for that adapters on partitioned layers do not do, one sentence each; empty if
     nothing.
     """
+    if not isinstance(config, LoraConfig):
+        return [f'adapters of type {config.peft_type.value} are not supported: only LoRA is']
     faults = []
     if config.use_dora:
         faults.append('use_dora=True (DoRA) is not supported: train with --use_dora false')
@@ -41,12 +44,15 @@ def unsupported(config: LoraConfig) -> list[str]:
     return faults
 
 
+def adapter_faults(directory: str) -> list[str]:
+    """Why the adapters in a PEFT directory cannot be loaded, one sentence each; empty if they can."""
+    return [f"'{directory}': {fault}" for fault in unsupported(PeftConfig.from_pretrained(directory))]
+
+
 def _prepared(config: LoraConfig) -> LoraConfig:
-    if not isinstance(config, LoraConfig):
-        raise ValueError(f'adapters of type {config.peft_type} are not supported: only LoRA is')
     faults = unsupported(config)
     if faults:
-        raise ValueError('; '.join(faults))
+        raise ConfigError(faults)
     config._register_custom_module(CUSTOM_MODULES)
     return config
 

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from typing import Optional
 
+from ..config import ConfigError
 from ..quantization.base import QuantizationConfig
 from ..sharding import ShardSpec, spec_of
 from ..tensor_parallel.linear import PartitionedLinear
@@ -34,10 +35,11 @@ class CheckpointReader:
             with safe_open(single, framework='pt') as file:
                 self.file_of = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
         else:
-            raise ValueError(
+            raise ConfigError([
                 f"'{directory}' holds no {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}: weights are read in "
                 'slices, which needs safetensors; convert them with '
-                "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)")
+                "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
+            ])
 
     def __contains__(self, name: str) -> bool:
         return name in self.file_of
@@ -54,9 +56,10 @@ class CheckpointReader:
         with safe_open(os.path.join(self.directory, self.file_of[name]), framework='pt') as file:
             view = file.get_slice(name)
             if tuple(view.get_shape()) != spec.global_shape:
-                raise ValueError(
+                raise ConfigError([
                     f"'{name}' has shape {tuple(view.get_shape())} in '{self.directory}', but the model's config "
-                    f'makes it {spec.global_shape}: config.json and weights do not belong together')
+                    f'makes it {spec.global_shape}: config.json and weights do not belong together'
+                ])
             # What safetensors returns are views of the mapped file, of rows that lie apart where the second axis is
             # cut.
             if spec.axis is None:
@@ -114,9 +117,10 @@ def load_slices(model: nn.Module,
                 None)
     missing = [name for name, _ in named if sources[name] is None]
     if missing:
-        raise ValueError(
+        raise ConfigError([
             f"'{directory}' lacks {len(missing)} parameters of the model, such as {', '.join(missing[:3])}: it is "
-            'not a complete checkpoint of this architecture')
+            'not a complete checkpoint of this architecture'
+        ])
     for name, parameter in named:
         value = reader.read(sources[name], spec_of(parameter))
         owner = model.get_submodule(name.rpartition('.')[0])

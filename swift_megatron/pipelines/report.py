@@ -121,8 +121,8 @@ def memory_report(model: nn.Module, optimizer: Any, mesh: ParallelMesh) -> list[
     together = {name: sum(share.get(name, 0) for share, _ in first_replica) for name in names}
     kind = 'device' if torch.cuda.is_available() else 'process'
     lines = [
-        'memory, largest rank: ' + ', '.join(f'{name} {size / MIB:.1f} MiB' for name, size in largest.items()) +
-        f'; peak {max(peak for _, peak in shares) / MIB:.0f} MiB ({kind})'
+        'memory, largest rank: ' + ', '.join(f'{name} {size / MIB:.1f} MiB' for name, size in largest.items())
+        + f'; peak {max(peak for _, peak in shares) / MIB:.0f} MiB ({kind})'
     ]
     if mesh.model_parallel_size > 1:
         lines.append('memory, one card would hold at most: ' + ', '.join(f'{name} {size / MIB:.1f} MiB'

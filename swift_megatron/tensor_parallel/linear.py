@@ -21,7 +21,7 @@ from .regions import (copy_to_tensor_parallel_region, gather_from_tensor_paralle
                       reduce_from_tensor_parallel_region, scatter_to_tensor_parallel_region)
 
 
-class PartitionedLinear(nn.Module):
+class PartitionedLinear(nn.Linear):
     """What the column- and row-parallel layers share: the cut weight and the product with it.
 
     Args:
@@ -42,7 +42,7 @@ class PartitionedLinear(nn.Module):
                  bias: bool = False,
                  device: Optional[torch.device] = None,
                  dtype: Optional[torch.dtype] = None) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # a Linear to PEFT, but nothing of its construction: no whole weight is ever made
         self.mesh, self.layout = mesh, layout
         self.global_in_features, self.global_out_features = in_features, out_features
         weight = mesh.spec((out_features, in_features), axis=self.cut_axis, layout=layout, partial=True)

@@ -36,11 +36,9 @@ class CheckpointMixin:
     mesh: ParallelMesh
 
     def _adapter_state(self) -> dict[str, torch.Tensor]:
-        """Whole tensors of all that is trained (and of an embedding that PEFT stores with its adapter), on process
-        0.
-        """
+        """On process 0, whole tensors of all that is trained, and of an embedding that PEFT stores with its adapter."""
         state = {}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if parameter.requires_grad or 'lora_' in name or '.modules_to_save.' in name or self._is_adapted_embedding(
                     name):
                 whole = gather_whole(parameter, spec_of(parameter), self.mesh)

@@ -92,11 +92,18 @@ class ParallelTrainerMixin(CheckpointMixin):
 
     def prediction_step(self, model: nn.Module, inputs: dict, *args: Any, **kwargs: Any) -> tuple:
         inputs = broadcast_in_replica(inputs if is_reader(self.mesh) else None, self.mesh)
+        self._ignore_repeated_samples(inputs['labels'])
         if self.mesh.pipeline_parallel_size == 1:
             return super().prediction_step(model, inputs, *args, **kwargs)
         inputs = self._prepare_inputs(inputs)
         num_items = self._get_num_items_in_batch([inputs], self.args.device)
         return self._run_stages(model, [inputs], num_items, backward=False), None, None
+
+    def _ignore_repeated_samples(self, labels: torch.Tensor) -> None:
+        """accelerate fills the replicas' last batches with samples from the beginning: no token of them counts."""
+        state = self.accelerator.gradient_state
+        if state.end_of_dataloader and state.remainder > 0:
+            labels[max(0, state.remainder - self.mesh.data_rank * labels.shape[0]):] = -100
 
     # ---- Gradients ----
 

@@ -28,8 +28,16 @@ def expected(workshop):
 
 def test_yaml_file_and_processes(workshop, expected, tmp_path):
     """A failure means that a YAML file, flags that override it, or the number of processes in it are not obeyed."""
-    content = {**COMMON, **SETTINGS, 'model': workshop['untied'], 'dataset': [workshop['train']], 'max_steps': 50,
-               'output_dir': workshop.output('command-yaml'), 'ENV': {'NPROC_PER_NODE': 2}}
+    content = {
+        **COMMON,
+        **SETTINGS, 'model': workshop['untied'],
+        'dataset': [workshop['train']],
+        'max_steps': 50,
+        'output_dir': workshop.output('command-yaml'),
+        'ENV': {
+            'NPROC_PER_NODE': 2
+        }
+    }
     path = tmp_path / 'run.yaml'
     path.write_text(yaml.safe_dump(content), encoding='utf-8')
     finished = command('swift-megatron', 'sft', str(path), '--max_steps', str(STEPS))
@@ -41,8 +49,8 @@ def test_yaml_file_and_processes(workshop, expected, tmp_path):
 
 def test_under_torchrun(workshop, expected):
     """A failure means that clusters whose scheduler calls torchrun cannot use the package, or get a folder per rank."""
-    flags = workshop.flags('command-torchrun', **SETTINGS, tensor_parallel_size=2, per_device_train_batch_size=4,
-                           add_version=True)
+    flags = workshop.flags(
+        'command-torchrun', **SETTINGS, tensor_parallel_size=2, per_device_train_batch_size=4, add_version=True)
     finished = command('torchrun', '--standalone', '--nproc_per_node', '2', '-m', 'swift_megatron', 'sft', *flags)
     assert finished.exit_code == 0, finished.stderr[-4000:]
     version, = os.listdir(workshop.output('command-torchrun'))

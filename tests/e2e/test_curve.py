@@ -190,7 +190,6 @@ def test_replicas_log_the_plain_curve(workshop, replicas, layout):
     assert_same_logs(ours, plain, ignore=('total_flos', ))
 
 
-@pytest.mark.xfail(strict=True, reason='transformers fills the last batch of evaluation with samples it has counted')
 def test_replicas_evaluate_each_sample_once(workshop):
     """A failure means that eval_loss, and so the choice of the best checkpoint, depends on the number of replicas."""
     settings = {**REPLICAS, 'val_dataset': 'val', 'max_steps': 1, 'eval_steps': 1}

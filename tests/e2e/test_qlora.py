@@ -3,9 +3,8 @@
 A failure means that a user with several small cards gets another model than one with a large card.
 """
 import os
-from typing import Any
-
 import pytest
+from typing import Any
 
 from . import jobs
 from .harness import Job, launch, launch_all
@@ -13,8 +12,16 @@ from .runs import assert_same_logs, logged
 
 pytestmark = pytest.mark.slow
 
-SETTINGS: dict[str, Any] = dict(model='wide', max_steps=20, lora_dropout=0, gradient_accumulation_steps=2, save_strategy='steps',
-                                save_steps=20, quant_method='bnb', quant_bits=4, bnb_4bit_use_double_quant=False)
+SETTINGS: dict[str, Any] = dict(
+    model='wide',
+    max_steps=20,
+    lora_dropout=0,
+    gradient_accumulation_steps=2,
+    save_strategy='steps',
+    save_steps=20,
+    quant_method='bnb',
+    quant_bits=4,
+    bnb_4bit_use_double_quant=False)
 
 
 @pytest.fixture(scope='module')

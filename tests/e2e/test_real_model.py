@@ -11,9 +11,8 @@ learning rate is ms-swift's default for LoRA, with which training amplifies that
 A failure means that real fine-tuning with this package is not what it claims to be.
 """
 import os
-from typing import Any
-
 import pytest
+from typing import Any
 
 from . import jobs
 from .harness import Job, launch, launch_all
@@ -22,22 +21,42 @@ from .runs import assert_same_logs, flags, logged
 MODEL, DATA = os.environ.get('SWIFT_MEGATRON_TEST_MODEL'), os.environ.get('SWIFT_MEGATRON_TEST_DATA')
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not (MODEL and DATA), reason='scripts/test.sh makes the real model and data and names them in '
-                                                    'SWIFT_MEGATRON_TEST_MODEL and SWIFT_MEGATRON_TEST_DATA'),
+    pytest.mark.skipif(
+        not (MODEL and DATA),
+        reason='scripts/test.sh makes the real model and data and names them in '
+        'SWIFT_MEGATRON_TEST_MODEL and SWIFT_MEGATRON_TEST_DATA'),
 ]
 STEPS = 20
 FOUR_BIT: dict[str, Any] = dict(quant_method='bnb', quant_bits=4, bnb_4bit_use_double_quant=False)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    't2': (2, {'tensor_parallel_size': 2}),
-    'p2': (2, {'pipeline_parallel_size': 2, 'num_micro_batches': 2, 'gradient_accumulation_steps': 1}),
-    't2-p2': (4, {'tensor_parallel_size': 2, 'pipeline_parallel_size': 2, 'num_micro_batches': 2,
-                  'gradient_accumulation_steps': 1}),
+    't2': (2, {
+        'tensor_parallel_size': 2
+    }),
+    'p2': (2, {
+        'pipeline_parallel_size': 2,
+        'num_micro_batches': 2,
+        'gradient_accumulation_steps': 1
+    }),
+    't2-p2': (4, {
+        'tensor_parallel_size': 2,
+        'pipeline_parallel_size': 2,
+        'num_micro_batches': 2,
+        'gradient_accumulation_steps': 1
+    }),
 }
 
 
 def command(output: str, **changes: Any) -> list[str]:
-    settings = dict(model=MODEL, dataset=f'{DATA}/sft_chatterbot_en.jsonl', output_dir=output, max_length=32, max_steps=STEPS,
-                    per_device_train_batch_size=1, learning_rate=1e-4, lora_dropout=0, gradient_checkpointing=False)
+    settings = dict(
+        model=MODEL,
+        dataset=f'{DATA}/sft_chatterbot_en.jsonl',
+        output_dir=output,
+        max_length=32,
+        max_steps=STEPS,
+        per_device_train_batch_size=1,
+        learning_rate=1e-4,
+        lora_dropout=0,
+        gradient_checkpointing=False)
     return flags(**{**settings, **changes})
 
 
@@ -46,8 +65,11 @@ def curves(tmp_path_factory):
     """All runs; output folders by name."""
     folder = tmp_path_factory.mktemp('real')
     variants = {'dense': {}, '4-bit': FOUR_BIT}
-    launch_all({f'plain-{kind}': Job(jobs.train, ('plain', 'sft', command(str(folder / f'plain-{kind}'), **changes)), 1, 240)
-                for kind, changes in variants.items()})
+    launch_all({
+        f'plain-{kind}':
+        Job(jobs.train, ('plain', 'sft', command(str(folder / f'plain-{kind}'), **changes)), 1, 240)
+        for kind, changes in variants.items()
+    })
     for kind, changes in variants.items():
         for name, (processes, sizes) in LAYOUTS.items():
             argv = command(str(folder / f'{name}-{kind}'), **{**changes, **sizes})

@@ -76,16 +76,20 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(workshop):
     again = {**settings, 'resume_from_checkpoint': f'{output}/checkpoint-1'}
     launch(Job(jobs.train, ('ours', 'sft', workshop.flags('save-fails', **again)), 2))
     assert _folders(output) == {'checkpoint-1', 'checkpoint-2', 'checkpoint-3', 'last-checkpoint'}
-    assert filecmp.cmp(f'{output}/checkpoint-3/adapter_model.safetensors',
-                       f"{workshop.output('save-right')}/checkpoint-3/adapter_model.safetensors", shallow=False)
+    assert filecmp.cmp(
+        f'{output}/checkpoint-3/adapter_model.safetensors',
+        f"{workshop.output('save-right')}/checkpoint-3/adapter_model.safetensors",
+        shallow=False)
 
 
 def test_more_replicas_can_go_on(workshop):
     """A failure means that a user who gets more processes cannot use them for the rest of the run."""
     settings = {**SETTINGS, 'tensor_parallel_size': 2, 'lora_dropout': 0}
     launch(Job(jobs.train, ('ours', 'sft', workshop.flags('one-replica', **settings)), 2))
-    again = {**settings, 'per_device_train_batch_size': 1,
-             'resume_from_checkpoint': f"{workshop.output('one-replica')}/checkpoint-3"}
+    again = {
+        **settings, 'per_device_train_batch_size': 1,
+        'resume_from_checkpoint': f"{workshop.output('one-replica')}/checkpoint-3"
+    }
     launch(Job(jobs.train, ('ours', 'sft', workshop.flags('two-replicas', **again)), 4))
     for key in ('loss', 'grad_norm', 'learning_rate'):
         expected = logged(workshop.output('one-replica'), key)[3:]
