@@ -76,27 +76,32 @@ class PartitionedLoraLinear(lora.Linear):
                              '--merge_lora true')
         super().merge(safe_merge, adapter_names)
 
-    def adapter_output(self, x: torch.Tensor) -> Optional[torch.Tensor]:
-        """Sum of the active adapters' products; a partial sum for row-parallel layers. None without active adapters."""
-        total = None
-        if self.disable_adapters or self.merged:
-            return total
-        for name in self.active_adapters:
-            if name in self.lora_A:
-                low_rank = self.lora_A[name](
-                    self.lora_dropout[name](self._cast_input_dtype(x, self.lora_A[name].weight.dtype)))
-                product = self.lora_B[name](low_rank) * self.scaling[name]
-                total = product if total is None else total + product
-        return total
-
     def unmerge_if_disabled(self) -> None:
         """Adapters that were merged and then switched off leave the base weight, before it is used."""
         if self.disable_adapters and self.merged:
             self.unmerge()
 
     def _with_adapters(self, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        adapters = self.adapter_output(x)
-        return base if adapters is None else (base + adapters).to(base.dtype)
+        """`base` plus the active adapters' products; a partial sum for row-parallel layers. Shapes stay."""
+        total = base
+        if not self.disable_adapters and not self.merged:
+            for name in self.active_adapters:
+                if name in self.lora_A:
+                    a = self.lora_A[name]
+                    low_rank = a(self.lora_dropout[name](self._cast_input_dtype(x,
+                                                                                a.weight.dtype))) * self.scaling[name]
+                    total = _plus_product(total, low_rank, self.lora_B[name].weight)
+        return total.to(base.dtype)
+
+
+def _plus_product(total: torch.Tensor, low_rank: torch.Tensor, b: nn.Parameter) -> torch.Tensor:
+    """total + U B^T, in one pass over the output where the types allow it. (..., O), (..., R), (O, R) -> (..., O)
+
+    The scale is on U already: R numbers per token in place of O.
+    """
+    if total.dtype == low_rank.dtype and (b.dtype == total.dtype or torch.is_autocast_enabled(total.device.type)):
+        return torch.addmm(total.flatten(0, -2), low_rank.flatten(0, -2), b.t()).view(total.shape)
+    return total + F.linear(low_rank, b)
 
 
 class ColumnParallelLoraLinear(PartitionedLoraLinear):
