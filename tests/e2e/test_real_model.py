@@ -4,9 +4,9 @@
 Its 9 query and 3 key/value heads divide no even number of ranks, its embeddings are tied, its widths 576 and 1536 make
 uneven cuts of whole 4-bit blocks. `scripts/test.sh` makes the model and the data.
 
-Two programs cannot agree here as they do on small vocabularies: over 49152 logits torch's log-softmax on CPUs, which
-plain ms-swift uses, is off by 5e-7 of the gradient, always to one side (vocab_parallel_cross_entropy by 2e-8). The
-learning rate is ms-swift's default for LoRA, with which training amplifies that little.
+Over 49152 logits torch's log-softmax on CPUs, which plain ms-swift uses, is off by 5e-7 of the gradient, always to one
+side (vocab_parallel_cross_entropy by 2e-8), and single steps amplify that to 1e-4 of their gradient norm. Gradient
+norms are therefore compared with a plain run whose cross-entropy is exact; losses with the plain run as it is, too.
 
 A failure means that real fine-tuning with this package is not what it claims to be.
 """
@@ -27,27 +27,24 @@ pytestmark = [
         'SWIFT_MEGATRON_TEST_MODEL and SWIFT_MEGATRON_TEST_DATA'),
 ]
 STEPS = 20
-FOUR_BIT: dict[str, Any] = dict(quant_method='bnb', quant_bits=4, bnb_4bit_use_double_quant=False)
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    't2': (2, {
-        'tensor_parallel_size': 2
-    }),
-    'p2': (2, {
-        'pipeline_parallel_size': 2,
-        'num_micro_batches': 2,
-        'gradient_accumulation_steps': 1
-    }),
-    't2-p2': (4, {
-        'tensor_parallel_size': 2,
-        'pipeline_parallel_size': 2,
-        'num_micro_batches': 2,
-        'gradient_accumulation_steps': 1
-    }),
+# Decoding 4-bit weights takes most of a micro-batch's time here: a step has one where the dense runs have two.
+KINDS: dict[str, dict[str, Any]] = {
+    'dense': dict(micro_batches=2),
+    '4-bit': dict(micro_batches=1, quant_method='bnb', quant_bits=4, bnb_4bit_use_double_quant=False),
+}
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    't2': (2, dict(tensor_parallel_size=2)),
+    'p2': (2, dict(pipeline_parallel_size=2)),
+    't2-p2': (4, dict(tensor_parallel_size=2, pipeline_parallel_size=2)),
 }
 
 
-def command(output: str, **changes: Any) -> list[str]:
+def command(output: str, micro_batches: int, **changes: Any) -> list[str]:
+    """Flags of a run; a step's micro-batches go through the pipeline, or are accumulated where there is none."""
+    staged = 'pipeline_parallel_size' in changes
     settings = dict(
+        num_micro_batches=micro_batches if staged else None,
+        gradient_accumulation_steps=1 if staged else micro_batches,
         model=MODEL,
         dataset=f'{DATA}/sft_chatterbot_en.jsonl',
         output_dir=output,
@@ -64,24 +61,31 @@ def command(output: str, **changes: Any) -> list[str]:
 def curves(tmp_path_factory):
     """All runs; output folders by name."""
     folder = tmp_path_factory.mktemp('real')
-    variants = {'dense': {}, '4-bit': FOUR_BIT}
-    launch_all({
-        f'plain-{kind}':
-        Job(jobs.train, ('plain', 'sft', command(str(folder / f'plain-{kind}'), **changes)), 1, 240)
-        for kind, changes in variants.items()
-    })
-    for kind, changes in variants.items():
+    exact = {
+        f'exact-{kind}': Job(jobs.train_with_exact_loss, (command(str(folder / f'exact-{kind}'), **changes), ), 1, 240)
+        for kind, changes in KINDS.items()
+    }
+    plain = Job(jobs.train, ('plain', 'sft', command(str(folder / 'plain-dense'), **KINDS['dense'])), 1, 240)
+    launch_all({'plain-dense': plain, **exact})
+    for kind, changes in KINDS.items():
         for name, (processes, sizes) in LAYOUTS.items():
-            argv = command(str(folder / f'{name}-{kind}'), **{**changes, **sizes})
+            argv = command(str(folder / f'{name}-{kind}'), **changes, **sizes)
             launch(Job(jobs.train, ('ours', 'sft', argv), processes, 240))
     return folder
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize('kind', ['dense', '4-bit'])
+@pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('layout', LAYOUTS)
 def test_curve_is_the_plain_one(curves, layout, kind):
     """Loss, gradient norm and accuracy of every step, to 1e-4."""
-    ours, plain = str(curves / f'{layout}-{kind}'), str(curves / f'plain-{kind}')
+    ours = str(curves / f'{layout}-{kind}')
     assert len(logged(ours, 'grad_norm')) == STEPS
-    assert_same_logs(ours, plain)
+    assert_same_logs(ours, str(curves / f'exact-{kind}'))
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_losses_are_those_of_plain_swift(curves, layout):
+    """The curve that a user sees is the one of `swift sft`, as it is."""
+    assert logged(str(curves / f'{layout}-dense'), 'loss') == pytest.approx(
+        logged(str(curves / 'plain-dense'), 'loss'), rel=1e-4)

@@ -63,14 +63,14 @@ PIPELINE = dict(pipeline_parallel_size=2)
     [
         # value, rule, and what to type instead
         (dict(tensor_parallel_size=2), 3,
-         '3 processes are no multiple of tensor_parallel_size x pipeline_parallel_size = 2 x 1 = 2: start 2 or 4 processes '
-         '(NPROC_PER_NODE x NNODES) or choose sizes whose product divides 3'),
+         '3 processes are no multiple of tensor_parallel_size x pipeline_parallel_size = 2 x 1 = 2: start 2 or 4 '
+         'processes (NPROC_PER_NODE x NNODES) or choose sizes whose product divides 3'),
         (dict(PIPELINE, tensor_parallel_size=2), 2, '2 x 2 = 4: start 4 processes'),
         (dict(tensor_parallel_size=10), 10,
          '--tensor_parallel_size 10 is more than the 9 query heads of this model: legal values are 1 to 9'),
         (dict(pipeline_parallel_size=31), 31,
-         '--pipeline_parallel_size 31 x --virtual_pipeline_size 1 = 31 stages are more than the 30 layers of this model: '
-         'legal values are 1 to 30 stages'),
+         '--pipeline_parallel_size 31 x --virtual_pipeline_size 1 = 31 stages are more than the 30 layers of this '
+         'model: legal values are 1 to 30 stages'),
         (dict(PIPELINE,
               pipeline_schedule='zb'), 2, '--pipeline_schedule zb does not exist: use 1f1b, gpipe, interleaved_1f1b'),
         (dict(PIPELINE,
