@@ -6,9 +6,11 @@
     python scripts/benchmark.py --topic qlora     # 4-bit bases, beside PEFT with bitsandbytes
     python scripts/benchmark.py --quick           # all code of a topic at tiny sizes, in seconds
 
-Every rank has one thread. Prints medians and ratios and writes everything to benchmarks/TOPIC.json (nothing with --quick,
-unless --out says where). Needs neither ms-swift nor a network. Keep the machine quiet: rounds in which other programs took
-more than --foreign cores are run again, up to three times as many.
+Every rank has one thread. Prints medians and ratios and writes everything to benchmarks/TOPIC.json (nothing with
+--quick, unless --out says where). Needs neither ms-swift nor a network. Keep the machine quiet: turns in which other
+programs took more than --foreign cores are replaced by later ones, up to three times as many, and --patience lets it
+wait for quiet moments. CPU seconds of a step, on its busiest rank, stand beside its time: they say what it would take
+alone, less the time that ranks wait for each other.
 """
 import argparse
 import importlib
@@ -30,9 +32,11 @@ def parse(arguments: Optional[list[str]] = None) -> argparse.Namespace:
     parser.add_argument('--topic', choices=('tp', 'pp', 'qlora'), default='tp')
     parser.add_argument('--qlora', dest='topic', action='store_const', const='qlora', help='the same as --topic qlora')
     parser.add_argument('--quick', action='store_true', help='tiny sizes: shows that it runs, the numbers mean nothing')
-    parser.add_argument('--rounds', type=int, help='rounds that count (default: 7, quick: 2)')
-    parser.add_argument('--steps', type=int, help='steps of each variant in a round (default: 3, quick: 2)')
-    parser.add_argument('--foreign', type=float, default=0.15, help='cores that others may use during a round (default: %(default)s)')
+    parser.add_argument('--rounds', type=int, help='turns of each variant that count (default: 7, quick: 2)')
+    parser.add_argument('--steps', type=int, help='steps in a turn (default: 3, quick: 2)')
+    parser.add_argument(
+        '--foreign', type=float, default=0.25, help='cores others may use during a turn (default: %(default)s)')
+    parser.add_argument('--patience', type=float, default=0., help='seconds to wait for quiet moments, in all')
     parser.add_argument('--profile', action='store_true', help='tp only: also profile rank 0')
     parser.add_argument('--hidden', type=int, help='tp only: this hidden size alone')
     parser.add_argument('--out', type=Path, help='JSON file (default: benchmarks/TOPIC.json)')
@@ -49,7 +53,8 @@ def _version(package: str) -> str:
 def machine() -> dict[str, Any]:
     """What the numbers depend on."""
     lines = Path('/proc/cpuinfo').read_text(encoding='utf-8').splitlines()
-    model = next((line.partition(':')[2].strip() for line in lines if line.startswith('model name')), platform.processor())
+    model = next((line.partition(':')[2].strip() for line in lines if line.startswith('model name')),
+                 platform.processor())
     return {
         'date': time.strftime('%Y-%m-%d %H:%M'),
         'cpu': model,
@@ -57,7 +62,10 @@ def machine() -> dict[str, Any]:
         'threads_per_rank': 1,
         'load_average': [round(value, 2) for value in os.getloadavg()],
         'python': platform.python_version(),
-        'versions': {package: _version(package) for package in PACKAGES},
+        'versions': {
+            package: _version(package)
+            for package in PACKAGES
+        },
     }
 
 
@@ -67,7 +75,7 @@ def show(result: dict[str, Any]) -> None:
         print(f'\n{name}')
         for variant, times in case.get('times', {}).items():
             print(f'  {variant:28} {times["median_s"]:8.4f} s  [{times["q1_s"]:.4f}, {times["q3_s"]:.4f}]  '
-                  f'{times["steps"]} steps, others used {times["foreign_cores"]:.2f} cores')
+                  f'{times["steps"]} steps, CPU {times["cpu_s"]:.4f} s, others used {times["foreign_cores"]:.2f} cores')
         for key, values in case.items():
             if key in ('times', 'size') or not values:
                 continue
@@ -87,8 +95,12 @@ def _lines(values: Any) -> list[str]:
 def main() -> None:
     options = parse()
     from benchmarks.harness import Timing
-    timing = Timing(rounds=options.rounds or (2 if options.quick else 7), steps=options.steps or (2 if options.quick else 3),
-                    foreign=options.foreign, attempts=1 if options.quick else 3)
+    timing = Timing(
+        rounds=options.rounds or (2 if options.quick else 7),
+        steps=options.steps or (2 if options.quick else 3),
+        foreign=options.foreign,
+        attempts=1 if options.quick else 3,
+        patience=options.patience)
     extra = {'profiled': options.profile, 'hidden': options.hidden} if options.topic == 'tp' else {}
     before = machine()
     print(json.dumps(before))

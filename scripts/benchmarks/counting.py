@@ -1,9 +1,8 @@
 """Collectives of a step by its parts, and bytes that autograd keeps for the backward pass."""
-from collections import defaultdict
-from typing import Any, Iterator
-
 import torch
+from collections import defaultdict
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing import Any, Iterator
 
 from swift_megatron.model.language_modeling import causal_lm
 
@@ -77,7 +76,11 @@ class CollectiveCounter(TorchDispatchMode):
         for part, kinds in self.counts.items():
             share = num_layers if part.startswith('layer') else 1
             result[part + (' (per layer)' if share > 1 else '')] = {
-                kind: {'calls': calls / share, 'bytes': size / share} for kind, (calls, size) in kinds.items()
+                kind: {
+                    'calls': calls / share,
+                    'bytes': size / share
+                }
+                for kind, (calls, size) in kinds.items()
             }
         return result
 
@@ -107,6 +110,10 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         self.left_out = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
         self.holders: dict[int, int] = defaultdict(int)  # storage -> saved tensors on it
         super().__init__(self._pack, lambda saved: saved.tensor)
+
+    def __enter__(self) -> 'SavedBytes':
+        super().__enter__()
+        return self
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         return _Saved(tensor, self)

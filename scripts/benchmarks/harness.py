@@ -2,7 +2,7 @@
 
 All variants of a comparison are built in the same processes and run interleaved, a few steps each per round, so that
 what else happens on the machine hits all alike. A variant that needs fewer ranks leaves the others asleep in a barrier.
-A round during which other programs took more than a share of a core is run again.
+Rounds go on until every variant has had enough turns during which other programs took less than a share of a core.
 """
 import gc
 import multiprocessing
@@ -10,13 +10,15 @@ import os
 import queue
 import tempfile
 import time
+import torch
+import torch.distributed as dist
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import median, quantiles
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
-TIMEOUT = 3600  # seconds for one launch
+TIMEOUT = 3 * 3600  # seconds for one launch
 CLOCK = os.sysconf('SC_CLK_TCK')
 
 _context = multiprocessing.get_context('forkserver')
@@ -24,14 +26,16 @@ _context.set_forkserver_preload(['torch', 'peft', 'transformers.models.llama.mod
 
 
 def _entry(rank: int, world_size: int, directory: str, results: Any, function: Callable, args: tuple) -> None:
-    import torch
-    import torch.distributed as dist
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     try:
         if world_size > 1:
-            dist.init_process_group('gloo', init_method=f'file://{directory}/rendezvous', rank=rank, world_size=world_size,
-                                    timeout=timedelta(minutes=20))
+            dist.init_process_group(
+                'gloo',
+                init_method=f'file://{directory}/rendezvous',
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(hours=1))
         results.put((rank, True, function(*args)))
     except BaseException:
         results.put((rank, False, (time.time(), traceback.format_exc())))
@@ -46,8 +50,13 @@ def launch(world_size: int, function: Callable, *args: Any, timeout: float = TIM
     Raises:
         RuntimeError: with the traceback of the rank that failed first, or naming the ranks that never answered.
     """
-    os.environ.update(GLOO_SOCKET_IFNAME='lo', OMP_NUM_THREADS='1', HF_HUB_OFFLINE='1', TOKENIZERS_PARALLELISM='false',
-                      DS_ACCELERATOR='cpu', CUDA_VISIBLE_DEVICES='')
+    os.environ.update(
+        GLOO_SOCKET_IFNAME='lo',
+        OMP_NUM_THREADS='1',
+        HF_HUB_OFFLINE='1',
+        TOKENIZERS_PARALLELISM='false',
+        DS_ACCELERATOR='cpu',
+        CUDA_VISIBLE_DEVICES='')
     with tempfile.TemporaryDirectory() as directory:
         results = _context.Queue()
         processes = [
@@ -65,7 +74,8 @@ def launch(world_size: int, function: Callable, *args: Any, timeout: float = TIM
             _, rank, text = min(failures)
             raise RuntimeError(f'rank {rank} of {world_size} failed first:\n{text}')
         if len(answers) < world_size:
-            raise RuntimeError(f'ranks {sorted(set(range(world_size)) - set(answers))} gave no answer within {timeout} s')
+            raise RuntimeError(
+                f'ranks {sorted(set(range(world_size)) - set(answers))} gave no answer within {timeout} s')
         return [answers[rank] for rank in range(world_size)]
 
 
@@ -92,15 +102,17 @@ class Timing:
     """How often steps are timed.
 
     Args:
-        rounds: Rounds that count, for each variant.
-        steps: Steps of a variant in a round.
-        foreign: Cores that other programs may use during a round; above it the round is run again.
+        rounds: Turns that count, for each variant.
+        steps: Steps of a variant in a turn.
+        foreign: Cores that other programs may use during a turn that counts.
         attempts: Rounds at most, as a multiple of `rounds`.
+        patience: Seconds that may be spent, over all turns, on waiting for other programs to pause.
     """
     rounds: int = 7
     steps: int = 3
-    foreign: float = 0.15
+    foreign: float = 0.25
     attempts: int = 3
+    patience: float = 0.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +127,16 @@ class Variant:
     ranks: int = 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A few steps of one variant: seconds of each, seconds of CPU time per step on the busiest rank, cores that others
+    used.
+    """
+    seconds: list[float]
+    cpu: float
+    foreign: float
+
+
 def _machine_busy() -> float:
     """Seconds of CPU time that all cores together have spent on anything, or that the host has taken away."""
     with open('/proc/stat', encoding='ascii') as file:
@@ -122,71 +144,79 @@ def _machine_busy() -> float:
     return (user + nice + system + irq + softirq + steal) / CLOCK
 
 
-def _summed(value: float) -> float:
-    import torch
-    import torch.distributed as dist
-    total = torch.tensor(value, dtype=torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(total)
-    return float(total)
+def _from_all(value: float) -> list[float]:
+    """The value of each rank; all ranks meet here."""
+    if not dist.is_initialized():
+        return [value]
+    values = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
+    dist.all_gather(values, torch.tensor([value], dtype=torch.float64))
+    return [float(value) for value in values]
 
 
-def _meet() -> None:
-    import torch.distributed as dist
-    if dist.is_initialized():
-        dist.barrier()
+def _wait_for_quiet(foreign: float, patience: float) -> float:
+    """Sleeps until other programs use at most `foreign` cores, and returns the seconds it took; at most `patience`."""
+    start = time.perf_counter()
+    while time.perf_counter() - start < patience:
+        before, busy = time.perf_counter(), _machine_busy()
+        time.sleep(0.5)
+        if (_machine_busy() - busy) / (time.perf_counter() - before) <= foreign:
+            break
+    return time.perf_counter() - start
 
 
-def _timed_round(variant: Variant, rank: int, steps: int) -> tuple[list[float], float]:
-    """Seconds of each step, and the cores that other programs used meanwhile."""
+def _turn(variant: Variant, rank: int, steps: int) -> Turn:
     gc.collect()
-    _meet()
+    _from_all(0.)
     start, busy, own = time.perf_counter(), _machine_busy(), time.process_time()
     seconds = []
     for _ in range(steps if rank < variant.ranks else 0):
         before = time.perf_counter()
         variant.step()
         seconds.append(time.perf_counter() - before)
-    _meet()
-    own = _summed(time.process_time() - own)
-    return seconds, max(0., (_machine_busy() - busy - own) / (time.perf_counter() - start))
+    cpu = _from_all(time.process_time() - own)
+    foreign = (_machine_busy() - busy - sum(cpu)) / (time.perf_counter() - start)
+    return Turn(seconds=seconds, cpu=max(cpu) / steps, foreign=max(0., foreign))
 
 
-def interleaved(variants: dict[str, Variant], timing: Timing, log: Callable[[str], None] = print) -> dict[str, dict[str, Any]]:
+def interleaved(variants: dict[str, Variant], timing: Timing) -> dict[str, dict[str, Any]]:
     """Times the variants in turn; every process calls it, rank 0's seconds count.
 
     Returns:
-        For each variant `summary` of its steps and the cores that other programs used. Rounds that were disturbed are left
-        out where enough others are left; `disturbed` says how many are in the numbers.
+        On rank 0, for each variant: `summary` of its steps in its least disturbed turns, CPU seconds of a step on the
+        busiest rank, the cores that other programs used meanwhile (median), and how many of the turns were above the
+        limit.
     """
-    import torch.distributed as dist
     rank = dist.get_rank() if dist.is_initialized() else 0
+    turns: dict[str, list[Turn]] = {name: [] for name in variants}
     for variant in variants.values():  # warm up
-        _timed_round(variant, rank, 1)
-    rounds: list[tuple[float, dict[str, tuple[list[float], float]]]] = []
+        _turn(variant, rank, 1)
+    patience = timing.patience
     for number in range(timing.rounds * timing.attempts):
-        order = list(variants) if number % 2 == 0 else list(reversed(variants))
-        measured = {name: _timed_round(variants[name], rank, timing.steps) for name in order}
-        # What rank 0 saw decides, so that all ranks go on or stop together.
-        foreign = _summed(max(value for _, value in measured.values()) if rank == 0 else 0.)
-        rounds.append((foreign, measured))
+        for name in list(variants) if number % 2 == 0 else reversed(list(variants)):
+            if rank == 0:  # the others wait for it in the turn
+                patience -= _wait_for_quiet(timing.foreign, patience)
+            turns[name].append(_turn(variants[name], rank, timing.steps))
+        quiet = [sum(turn.foreign <= timing.foreign for turn in own) for own in turns.values()]
         if rank == 0:
-            log(f'round {number + 1}: others used up to {foreign:.2f} cores, '
-                + ', '.join(f'{name} {median(measured[name][0]):.3f} s' for name in variants))
-        if sum(value <= timing.foreign for value, _ in rounds) >= timing.rounds:
+            print(f'round {number + 1}: ' + ', '.join(f'{name} {median(own[-1].seconds):.3f} s ({own[-1].foreign:.2f})'
+                                                      for name, own in turns.items()))
+        if _from_all(float(min(quiet) >= timing.rounds))[0]:  # what rank 0 saw decides
             break
-    kept = sorted(rounds, key=lambda item: item[0])[:timing.rounds]
-    disturbed = sum(value > timing.foreign for value, _ in kept)
     if rank:
         return {}
-    return {
-        name: {
-            **summary([s for _, measured in kept for s in measured[name][0]]),
-            'foreign_cores': round(median(measured[name][1] for _, measured in kept), 3),
-            'disturbed_rounds': disturbed,
+    result = {}
+    for name, own in turns.items():
+        kept = sorted(own, key=lambda turn: turn.foreign)[:timing.rounds]
+        result[name] = {
+            **summary([seconds for turn in kept for seconds in turn.seconds]),
+            'cpu_s':
+            round(median(turn.cpu for turn in kept), 5),
+            'foreign_cores':
+            round(median(turn.foreign for turn in kept), 3),
+            'disturbed_turns':
+            sum(turn.foreign > timing.foreign for turn in kept),
         }
-        for name in variants
-    }
+    return result
 
 
 def summary(seconds: list[float]) -> dict[str, float]:
@@ -195,8 +225,9 @@ def summary(seconds: list[float]) -> dict[str, float]:
     return {'median_s': round(middle, 5), 'q1_s': round(low, 5), 'q3_s': round(high, 5), 'steps': len(seconds)}
 
 
-def ratio(times: dict[str, dict[str, Any]], slower: str, faster: str) -> Optional[float]:
-    """Ratio of medians, None where a variant did not run."""
-    if slower not in times or faster not in times:
-        return None
-    return round(times[slower]['median_s'] / times[faster]['median_s'], 3)
+def ratio(times: dict[str, dict[str, Any]], slower: str, faster: str) -> dict[str, float]:
+    """Ratios of the medians and of the CPU times."""
+    return {
+        what: round(times[slower][key] / times[faster][key], 3)
+        for what, key in (('time', 'median_s'), ('cpu', 'cpu_s'))
+    }

@@ -1,8 +1,8 @@
 """Where the time of a step goes, by torch's profiler, on this rank."""
-from collections import defaultdict
-from typing import Any, Callable
-
 import torch
+from collections import defaultdict
+from statistics import median
+from typing import Any, Callable
 
 SKINNY = 16  # a product with a dimension of at most this size is an adapter's
 KINDS = {  # the first that has the operator's name
@@ -13,8 +13,8 @@ KINDS = {  # the first that has the operator's name
                                 'record_param_comms'),
     'update': ('_fused_adamw_', 'Optimizer.step#AdamW.step', 'Optimizer.zero_grad#AdamW.zero_grad', '_foreach_mul_',
                '_foreach_norm', '_foreach_add_'),
-    'loss': ('_VocabParallelCrossEntropy', '_VocabParallelCrossEntropyBackward', 'max', 'exp_', 'gather', 'scatter_add_',
-             'masked_fill', 'log', '_log_softmax', '_log_softmax_backward_data'),
+    'loss': ('_VocabParallelCrossEntropy', '_VocabParallelCrossEntropyBackward', 'max', 'exp_', 'gather', 'log',
+             'scatter_add_', 'masked_fill', '_log_softmax', '_log_softmax_backward_data'),
     'elementwise': ('add', 'add_', 'mul', 'mul_', 'sub', 'sub_', 'neg', 'div', 'div_', 'silu', 'silu_backward'),
     'norms': ('pow', 'mean', 'rsqrt', 'pow_', 'sum', 'expand'),
     'copies and allocations': ('copy_', 'clone', 'cat', 'contiguous', 'fill_', 'zero_', 'zeros', 'empty', 'empty_like',
@@ -30,30 +30,36 @@ def _kind(event: Any) -> str:
     return next((kind for kind, names in KINDS.items() if name in names), 'other')
 
 
-def profile_step(step: Callable[[], Any], repeats: int = 3) -> dict[str, Any]:
-    """Milliseconds of a step by kind of work (own time of each operator on this thread), and the operators that take most.
+def profile_step(step: Callable[[], Any], repeats: int = 5) -> dict[str, Any]:
+    """Milliseconds of a step by kind of work, and the operators that take most.
 
-    What is missing to the whole is Python.
+    The time of an operator is its own on this thread: the median over its calls with the same shapes, times their
+    number, so that a call during which another program had the core does not count. What is missing to the whole is
+    Python.
     """
     step()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
         for _ in range(repeats):
             with torch.profiler.record_function('whole step'):
                 step()
-    categories: dict[str, float] = defaultdict(float)
-    operators: dict[str, float] = defaultdict(float)
     events = profiler.events()
     marks = [event for event in events if event.name == 'whole step']
+    calls: dict[tuple[str, str], list[float]] = defaultdict(list)
     for event in events:
-        if event.name == 'whole step' or event.thread != marks[0].thread:
-            continue
-        categories[_kind(event)] += event.self_cpu_time_total
-        operators[f'{event.name} {[s for s in event.input_shapes if s][:3]}'] += event.self_cpu_time_total
-    unit = 1e3 * repeats
-    largest = sorted(operators.items(), key=lambda item: -item[1])[:25]
+        if event.name != 'whole step' and event.thread == marks[0].thread:
+            name = f'{event.name} {[shape for shape in event.input_shapes if shape][:3]}'
+            calls[_kind(event), name].append(event.self_cpu_time_total)
+    kinds: dict[str, float] = defaultdict(float)
+    operators: dict[str, float] = {}
+    for (kind, name), times in calls.items():
+        operators[name] = median(times) * len(times) / repeats / 1e3
+        kinds[kind] += operators[name]
     return {
-        'whole_ms': round(sum(mark.cpu_time_total for mark in marks) / unit, 1),
-        'by_kind_ms': {kind: round(value / unit, 1) for kind, value in sorted(categories.items(), key=lambda item: -item[1])},
-        'largest_operators_ms': {name: round(value / unit, 1) for name, value in largest},
+        'whole_ms': round(median(mark.cpu_time_total for mark in marks) / 1e3, 1),
+        'by_kind_ms': _rounded(kinds),
+        'largest_operators_ms': dict(list(_rounded(operators).items())[:25]),
     }
+
+
+def _rounded(times: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 1) for name, value in sorted(times.items(), key=lambda item: -item[1])}

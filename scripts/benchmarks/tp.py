@@ -1,16 +1,14 @@
 """Tensor parallelism: a step on one and on two ranks, with LoRA and with all parameters, and transformers' own TP."""
 import math
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
+from typing import Any
 
 from swift_megatron.mesh import ParallelMesh
-
 from .counting import count_collectives
 from .harness import Timing, Variant, interleaved, launch, ratio
 from .models import MAX_NORM, PlainStep, Size, Step, adamw, partitioned, token_ids, write_checkpoint
@@ -18,7 +16,11 @@ from .profiling import profile_step
 
 SIZES = (Size(hidden=256), Size(hidden=1024))
 QUICK = (Size(hidden=256, layers=2, tokens=64, vocabulary=1000), )
-WANTED = {'lora_t1/lora_t2 at 1024': 1.65, 'transformers_tp2/full_t2 at 1024': 1.15, 'transformers_tp2/full_t2 at 256': 2.}
+WANTED = {
+    'lora_t1/lora_t2 at 1024': 1.65,
+    'transformers_tp2/full_t2 at 1024': 1.15,
+    'transformers_tp2/full_t2 at 256': 2.
+}
 
 
 def transformers_step(path: str, ids: torch.Tensor) -> PlainStep:
@@ -69,7 +71,8 @@ def _measure(size: Size, path: str, timing: Timing, profiled: bool) -> dict[str,
         'times': times,
         'first_losses': first_losses,
         'parameter_bytes_on_rank_0': {
-            name: sum(_local(p).numel() * 4 for p in step.model.parameters()) for name, step in steps.items()
+            name: sum(_local(p).numel() * 4 for p in step.model.parameters())
+            for name, step in steps.items()
         },
         'collectives_on_rank_0': collectives,
         'profile_of_rank_0': profiles,
@@ -80,12 +83,16 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def run(directory: str, timing: Timing, *, quick: bool, profiled: bool = False, hidden: int | None = None) -> dict[str, Any]:
+def run(directory: str,
+        timing: Timing,
+        *,
+        quick: bool,
+        profiled: bool = False,
+        hidden: int | None = None) -> dict[str, Any]:
     """All sizes; the result as it goes into the JSON file."""
     cases = {}
     for size in QUICK if quick else [size for size in SIZES if hidden in (None, size.hidden)]:
-        print(f'\nhidden {size.hidden}, intermediate {size.intermediate}, {size.layers} layers, {size.tokens} tokens, vocabulary '
-              f'{size.vocabulary}, float32')
+        print(f'\n{size}, float32')
         result = launch(2, _measure, size, write_checkpoint(size, directory), timing, profiled)[0]
         losses = list(result['first_losses'].values())
         assert all(math.isclose(loss, losses[0], rel_tol=1e-4) for loss in losses), result['first_losses']
@@ -95,5 +102,5 @@ def run(directory: str, timing: Timing, *, quick: bool, profiled: bool = False, 
             'full_t1/full_t2': ratio(times, 'full_t1', 'full_t2'),
             'transformers_tp2/full_t2': ratio(times, 'transformers_tp2', 'full_t2'),
         }
-        cases[f'hidden {size.hidden}'] = {'size': {**vars(size), 'intermediate': size.intermediate}, **result}
+        cases[f'hidden {size.hidden}'] = {'size': size.facts(), **result}
     return {'cases': cases, 'wanted': WANTED}
