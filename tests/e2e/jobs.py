@@ -17,18 +17,6 @@ def train(program: str, command: str, argv: list[str]) -> dict[str, Any]:
     return _pipeline(program, command, argv).main()
 
 
-def train_with_exact_loss(argv: list[str]) -> dict[str, Any]:
-    """A training by plain ms-swift whose cross-entropy is computed in float64."""
-    import torch
-    original = torch.nn.functional.cross_entropy
-
-    def exact(logits: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(logits.double(), *args, **kwargs).to(logits.dtype)
-
-    with mock.patch('torch.nn.functional.cross_entropy', exact):
-        return train('plain', 'sft', argv)
-
-
 def train_and_probe(program: str, argv: list[str]) -> list:
     """One training, then the logits of the trained model for `probe_ids`."""
     pipeline = _pipeline(program, 'sft', argv)

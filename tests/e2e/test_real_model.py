@@ -4,9 +4,9 @@
 Its 9 query and 3 key/value heads divide no even number of ranks, its embeddings are tied, its widths 576 and 1536 make
 uneven cuts of whole 4-bit blocks. `scripts/test.sh` makes the model and the data.
 
-Over 49152 logits torch's log-softmax on CPUs, which plain ms-swift uses, is off by 5e-7 of the gradient, always to one
-side (vocab_parallel_cross_entropy by 2e-8), and single steps amplify that to 1e-4 of their gradient norm. Gradient
-norms are therefore compared with a plain run whose cross-entropy is exact; losses with the plain run as it is, too.
+A micro-batch has four sequences: the head's input gradient sums 49152 terms that almost cancel, and CPU libraries add
+them in one chain for some small numbers of rows (3, 6, 7, 11), which costs 1e-4 of the gradient norm. Plain runs have a
+row for each position, these for each label.
 
 A failure means that real fine-tuning with this package is not what it claims to be.
 """
@@ -50,7 +50,7 @@ def command(output: str, micro_batches: int, **changes: Any) -> list[str]:
         output_dir=output,
         max_length=32,
         max_steps=STEPS,
-        per_device_train_batch_size=1,
+        per_device_train_batch_size=4,
         learning_rate=1e-4,
         lora_dropout=0,
         gradient_checkpointing=False)
@@ -61,12 +61,11 @@ def command(output: str, micro_batches: int, **changes: Any) -> list[str]:
 def curves(tmp_path_factory):
     """All runs; output folders by name."""
     folder = tmp_path_factory.mktemp('real')
-    exact = {
-        f'exact-{kind}': Job(jobs.train_with_exact_loss, (command(str(folder / f'exact-{kind}'), **changes), ), 1, 240)
+    launch_all({
+        f'plain-{kind}':
+        Job(jobs.train, ('plain', 'sft', command(str(folder / f'plain-{kind}'), **changes)), 1, 240)
         for kind, changes in KINDS.items()
-    }
-    plain = Job(jobs.train, ('plain', 'sft', command(str(folder / 'plain-dense'), **KINDS['dense'])), 1, 240)
-    launch_all({'plain-dense': plain, **exact})
+    })
     for kind, changes in KINDS.items():
         for name, (processes, sizes) in LAYOUTS.items():
             argv = command(str(folder / f'{name}-{kind}'), **changes, **sizes)
@@ -74,18 +73,11 @@ def curves(tmp_path_factory):
     return folder
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('layout', LAYOUTS)
 def test_curve_is_the_plain_one(curves, layout, kind):
     """Loss, gradient norm and accuracy of every step, to 1e-4."""
     ours = str(curves / f'{layout}-{kind}')
     assert len(logged(ours, 'grad_norm')) == STEPS
-    assert_same_logs(ours, str(curves / f'exact-{kind}'))
-
-
-@pytest.mark.parametrize('layout', LAYOUTS)
-def test_losses_are_those_of_plain_swift(curves, layout):
-    """The curve that a user sees is the one of `swift sft`, as it is."""
-    assert logged(str(curves / f'{layout}-dense'), 'loss') == pytest.approx(
-        logged(str(curves / 'plain-dense'), 'loss'), rel=1e-4)
+    assert_same_logs(ours, str(curves / f'plain-{kind}'))
