@@ -9,6 +9,7 @@ from swift.dataloader import BatchSamplerShard, DataLoaderDispatcher, DataLoader
 from swift.utils import to_device
 from typing import Any, Iterator, Optional
 
+from ..checkpoint.rng import generator_states, set_generator_states
 from ..mesh import ParallelMesh
 
 
@@ -98,10 +99,10 @@ class ReplicaDataLoader(DataLoaderDispatcher):
             message = None
             if batches is not None:
                 batch = next(batches, None)
-                message = (batch, torch.get_rng_state())
+                message = (batch, generator_states())
             batch, random_state = broadcast_in_replica(message, self.mesh)
             if batch is None:
                 return
             if self.mesh.pipeline_rank == 0:  # later stages have a stream of their own
-                torch.set_rng_state(random_state)
+                set_generator_states(random_state)
             yield to_device(batch, self.device)
