@@ -18,14 +18,13 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 from typing import Any, Optional
 
+from ..checkpoint.adapter import save_adapter
 from ..checkpoint.full import save_full_model
-from ..checkpoint.gather import gather_from_stages, gather_whole
 from ..checkpoint.layout import optimizer_file, write_layout
-from ..lora.inject import reload_lora
+from ..lora.state import load_tensors
 from ..mesh import ParallelMesh
 from ..model.loading import load_slices
 from ..model.stages import tied_aliases
-from ..sharding import spec_of
 from .data import is_reader
 
 logger = get_logger()
@@ -35,46 +34,25 @@ class CheckpointMixin:
     """Saving and resuming; part of `ParallelTrainerMixin`."""
     mesh: ParallelMesh
 
-    def _adapter_state(self) -> dict[str, torch.Tensor]:
-        """On process 0, whole tensors of all that is trained, and of an embedding that PEFT stores with its adapter."""
-        state = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if parameter.requires_grad or 'lora_' in name or '.modules_to_save.' in name or self._is_adapted_embedding(
-                    name):
-                whole = gather_whole(parameter, spec_of(parameter), self.mesh)
-                if whole is not None:
-                    state[name] = whole
-        return gather_from_stages(state, self.mesh) if self.mesh.tensor_rank == 0 else state
-
-    def _is_adapted_embedding(self, name: str) -> bool:
-        """PEFT writes the base weight of an embedding or head with adapters into the adapter's file."""
-        stem = name.removesuffix('.base_layer.weight')
-        if stem == name:
-            return False
-        layer = self.model.get_submodule(stem)
-        return layer in (self.model.get_input_embeddings(), self.model.get_output_embeddings())
-
     def save_model(self, output_dir: Optional[str] = None, _internal_call: bool = False) -> None:
         """Every process takes part, process 0 writes: a PEFT adapter, or a Hugging Face checkpoint."""
         output_dir = output_dir or self.args.output_dir
         if self.args.should_save:
             os.makedirs(output_dir, exist_ok=True)
-        state = {}
         if self.mesh.data_rank > 0:  # replicas are alike: the first one writes
             return
         if isinstance(self.model, PeftModel):
-            state = self._adapter_state()
+            save_adapter(self.model, output_dir, self.mesh)
         else:
             save_full_model(self.model, output_dir, self.mesh, max_shard_size=self.args.max_shard_size)
         if self.args.should_save:
-            self._save(output_dir, state_dict=state)
+            self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message='Model save', revision=self.args.hub_revision)
 
     def _save_model(self, output_dir: Optional[str] = None, state_dict: Optional[dict] = None) -> None:
-        """On process 0 only. The weights of a full checkpoint are already written."""
+        """On process 0 only. Weights, and all files of an adapter, are already written."""
         if isinstance(self.model, PeftModel):
-            super()._save_model(output_dir, state_dict)
             return
         self.model.config.architectures = [type(self.model).__name__]
         self.model.config.save_pretrained(output_dir)
@@ -168,7 +146,7 @@ class CheckpointMixin:
         model = model or self.model
         logger.info(f'Loading model from {resume_from_checkpoint}.')
         if isinstance(model, PeftModel):
-            reload_lora(model, resume_from_checkpoint)
+            load_tensors(model, resume_from_checkpoint)
         else:
             load_slices(model, resume_from_checkpoint, self.args.device, aliases=tied_aliases(model))
 

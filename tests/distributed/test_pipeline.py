@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from typing import Any, Optional
 
-from swift_megatron.checkpoint.gather import gather_from_stages, gather_whole
+from swift_megatron.checkpoint.gather import gather_whole, stream_from_stages
 from swift_megatron.lora.inject import add_lora
 from swift_megatron.mesh import ParallelMesh
 from swift_megatron.model.build import build_model
@@ -158,7 +158,7 @@ def train(directory: str, case: Case, run: Run) -> dict[str, Any]:
             n: gather_whole(t.clone(), spec_of(named[n]), mesh)
             for n, t in tensors.items() if spec_of(named[n]).tie != 'copy'
         }
-        return gather_from_stages(wholes, mesh) if mesh.tensor_rank == 0 else {}
+        return dict(stream_from_stages(iter(wholes.items()), mesh))
 
     for step in range(STEPS):
         everyone = batches_of(case, run, step)
