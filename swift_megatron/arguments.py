@@ -46,7 +46,7 @@ class ParallelSftFields(ParallelFields):
         given = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         faults = self.faults(num_processes, read_model_config(self.model)) + compatibility.faults(given)
         if self.resume_from_checkpoint and not self.resume_only_model and not faults:
-            faults += layout_fault(self.resume_from_checkpoint, self, num_processes)
+            faults += layout_fault(self.resume_from_checkpoint, self)
         if faults:
             raise ConfigError(faults)
         replicas = num_processes // self.model_parallel_size

@@ -9,15 +9,17 @@ from swift.pipelines.train.tuner import get_modules_to_save, get_target_modules
 from swift.tuners import LoraConfig
 from swift.utils import HfConfigFactory, get_current_device, get_logger, seed_everything
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from typing import Any, Optional, Union
 
 from ..arguments import PretrainConfig, TrainerConfig, own_trainer_classes, parse_arguments
+from ..checkpoint.layout import split_fault
+from ..config import ConfigError
 from ..lora.inject import add_lora, load_lora
 from ..mesh import ParallelMesh
 from ..model.accounting import owned_elements, unlike_one_card
 from ..model.build import build_model
-from ..model.stages import keep_own_stages
+from ..model.stages import keep_own_stages, split_model
 from ..quantization.base import QuantizationConfig
 from ..sharding import record_parameters
 from .report import layout_report, memory_report
@@ -29,6 +31,7 @@ def load_partitioned(config: TrainerConfig, mesh: ParallelMesh) -> tuple[PreTrai
     """This rank's part of the model that the config names, with ms-swift's attributes, and the processor."""
     _, processor = config.get_model_processor(load_model=False, download_model=True)
     model_info = processor.model_info
+    check_resumed_split(config, model_info.config, mesh)
     model = build_model(
         model_info.config,
         mesh,
@@ -51,6 +54,24 @@ def load_partitioned(config: TrainerConfig, mesh: ParallelMesh) -> tuple[PreTrai
         model.generation_config = GenerationConfig.from_pretrained(model.model_dir)
     HfConfigFactory.set_config_attr(model.config, 'pad_token_id', processor.pad_token_id)
     return model, processor
+
+
+def check_resumed_split(config: TrainerConfig, model_config: PretrainedConfig, mesh: ParallelMesh) -> None:
+    """Whether balanced stages are those that the resumed optimizer states belong to; stages by hand are checked with
+    the arguments.
+
+    Raises:
+        ConfigError: if they are not, with both splits.
+    """
+    by_hand = config.pipeline_layers is not None or config.pipeline_parallel_size == 1
+    if not config.resume_from_checkpoint or config.resume_only_model or by_hand:
+        return
+    with torch.device('meta'):
+        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=True)
+    split = split_model(model, mesh, config.virtual_pipeline_size, None)
+    faults = split_fault(config.resume_from_checkpoint, split)
+    if faults:
+        raise ConfigError(faults)
 
 
 def quantization_config(config: TrainerConfig) -> Optional[QuantizationConfig]:

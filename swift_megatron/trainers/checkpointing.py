@@ -23,6 +23,7 @@ from ..checkpoint.full import save_full_model
 from ..checkpoint.layout import optimizer_file, write_layout
 from ..lora.state import load_tensors
 from ..mesh import ParallelMesh
+from ..model.language_modeling import causal_lm
 from ..model.loading import load_slices
 from ..model.stages import tied_aliases
 from .data import is_reader
@@ -118,7 +119,7 @@ class CheckpointMixin:
             file = optimizer_file(self.mesh.tensor_rank, self.mesh.pipeline_rank)
             torch.save(self.optimizer.state_dict(), os.path.join(output_dir, file))
         if self.args.should_save:
-            write_layout(output_dir, self.args)
+            write_layout(output_dir, self.mesh.tensor_parallel_size, causal_lm(self.model).stage_split)
             with warnings.catch_warnings():
                 warnings.simplefilter('ignore')
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
