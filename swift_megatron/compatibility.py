@@ -72,6 +72,12 @@ RULES = (
         'rmsprop, lion_32bit or an 8-bit or paged variant of adamw or lion'),
     Rule('torch_compile', _off, 'is not supported: leave it out'),
     Rule('auto_find_batch_size', _off, 'restarts processes on their own: set --per_device_train_batch_size'),
+    Rule(
+        'enable_jit_checkpoint', _off, 'is not supported: leave it out (processes that get a signal at different steps '
+        'would wait for each other)'),
+    Rule(
+        'save_on_each_node', _off, 'is not supported: leave it out (the first process writes the weights, and each '
+        'node the states of its own ranks)'),
     Rule('safe_serialization', lambda value: value is None or bool(value), 'is not supported: files are safetensors'),
 )
 
