@@ -11,7 +11,7 @@ import shutil
 from typing import Any
 
 from . import jobs
-from .harness import Job, launch, run
+from .harness import Job, launch, launch_all, run
 from .runs import assert_same_logs, folder_tree, logged
 from .test_variants import SETTINGS as THREE_STEPS
 from .test_variants import assert_same_weights
@@ -101,6 +101,24 @@ def test_nodes_with_their_own_disks_and_a_hub(workshop):
     for key in ('loss', 'grad_norm'):
         assert logged(again, key) == logged(paths[0], key)[2:]
     assert filecmp.cmp(*(f'{path}/checkpoint-4/adapter_model.safetensors' for path in (paths[0], again)), False)
+
+
+def test_each_disk_has_what_its_ranks_resume_from(workshop):
+    """A failure means that replicas, or tensor-parallel ranks, on a node without the first of them have no states there.
+    """
+    layouts = {'t2': {'tensor_parallel_size': 2}, 'd2': {}}
+    settings: dict[str, Any] = {'max_steps': 1, 'save_strategy': 'steps', 'save_steps': 1}
+    launch_all({
+        name: Job(jobs.train_on_nodes, (workshop.flags(f'{name}-{{node}}', **settings, **sizes), ), 2)
+        for name, sizes in layouts.items()
+    })
+    for name, states in (('t2', 'optimizer_t{}_p0.pt rng_state_p0_d0.pth'),
+                         ('d2', 'optimizer_t0_p0.pt rng_state_p0_d{}.pth')):
+        for node in (0, 1):
+            directory = f"{workshop.output(name)}-{node}/checkpoint-1"
+            found = sorted(file for file in os.listdir(directory) if file.startswith(('optimizer', 'rng_state')))
+            assert found == states.format(node).split()
+            assert all(os.path.getsize(f'{directory}/{file}') > 1000 for file in found)
 
 
 def test_an_upload_of_two_tensor_ranks(workshop):
