@@ -8,9 +8,9 @@ from typing import Optional
 
 from ..mesh import ParallelMesh
 from ..pipeline_parallel.split import StageSplit, split_layers
-from ..pipeline_parallel.stage import AbsentModule, final_norm_name
 from ..sharding import RECORDS, record_parameters
 from .accounting import matrix_elements
+from .decoder import AbsentModule, final_norm_name
 from .plan import REMEDY, PlanError, published_plan
 
 

@@ -13,9 +13,9 @@ from typing import Any, Optional
 from ..mesh import ParallelMesh
 from ..model.accounting import owned_elements
 from ..model.language_modeling import causal_lm
+from ..model.micro_batches import run_micro_batches
 from ..optim.gradients import (agree_on_overflow, average_over_replicas, clip_gradients, gradient_norm,
                                sum_partial_gradients, sum_tied_gradients)
-from ..pipeline_parallel.schedule import run_micro_batches
 from ..sharding import spec_of
 from .accelerator import ReplicaAccelerator
 from .checkpointing import CheckpointMixin
