@@ -17,6 +17,7 @@ from ..lora.inject import add_lora, load_lora
 from ..mesh import ParallelMesh
 from ..model.accounting import owned_elements, unlike_one_card
 from ..model.build import build_model
+from ..model.precision import agreed_precision
 from ..model.stages import keep_own_stages
 from ..quantization.base import QuantizationConfig
 from ..sharding import record_parameters
@@ -113,6 +114,13 @@ def count_parameters(model: nn.Module, mesh: ParallelMesh) -> tuple[int, int]:
     return total, trainable
 
 
+def autocast_dtype(trainer: Any) -> Optional[torch.dtype]:
+    """What accelerate casts products to; None where it does not."""
+    device = trainer.args.device.type
+    with trainer.accelerator.autocast():
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 class PartitionedPipeline:
     """What the pipelines of this package share; mixed in before ms-swift's."""
     mesh: ParallelMesh
@@ -147,7 +155,8 @@ class PartitionedPipeline:
             f'{type(self.model).__name__}: {total / 1e6:.4f}M Params ({trainable / 1e6:.4f}M Trainable '
             f'[{100 * trainable / total:.4f}%]), over {self.mesh.model_parallel_size} processes.')
         logger.info(f"whole model: {self.train_msg['model_parameter_info']}")
-        for line in layout_report(self.args, self.model, self.mesh, trainer.train_dataset):
+        precision = agreed_precision(self.model, self.mesh, autocast_dtype(trainer))
+        for line in [*layout_report(self.args, self.model, self.mesh, trainer.train_dataset), precision.describe()]:
             logger.info(line)
         result = super().train(trainer)
         for line in memory_report(self.model, trainer.optimizer, self.mesh):
