@@ -156,6 +156,8 @@ class ParallelTrainerMixin(CheckpointMixin):
         """Sum of the micro-batches' losses, the same on all stages."""
         total = torch.zeros((), dtype=torch.float32, device=self.args.device)
         scaler = self.accelerator.scaler if backward else None
+        if scaler is not None:
+            scaler.scale(total)  # the scale is made by the first call, and only the last stage has losses to call with
 
         def loss_fn(hidden: torch.Tensor, index: int) -> torch.Tensor:
             loss = self.loss_from_hidden(hidden, batches[index], num_items)
@@ -206,7 +208,7 @@ class ParallelTrainerMixin(CheckpointMixin):
         if self.accelerator.scaler is not None:
             agree_on_overflow(self.accelerator.scaler, self.optimizer.optimizer, self.mesh, self.args.device)
         parameters = [p for p in model.parameters() if p.requires_grad]
-        norm = gradient_norm(parameters, self.mesh)
+        norm = gradient_norm(parameters, self.mesh, self.args.device)
         if norm.isnan():
             for parameter in parameters:
                 parameter.grad = None
