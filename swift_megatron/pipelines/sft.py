@@ -2,6 +2,7 @@
 import os
 import torch
 import torch.distributed as dist
+from datetime import timedelta
 from peft import PeftModel
 from swift.pipelines.train.pretrain import SwiftPretrain
 from swift.pipelines.train.sft import SwiftSft
@@ -18,7 +19,7 @@ from ..mesh import ParallelMesh
 from ..model.accounting import owned_elements, unlike_one_card
 from ..model.build import build_model
 from ..model.precision import agreed_precision
-from ..model.stages import keep_own_stages
+from ..model.stages import follow_embedding, keep_own_stages
 from ..quantization.base import QuantizationConfig
 from ..sharding import record_parameters
 from .report import layout_report, memory_report
@@ -69,7 +70,7 @@ def create_mesh(config: TrainerConfig) -> ParallelMesh:
     return ParallelMesh.create(
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
-        device_type='cuda' if torch.cuda.is_available() else 'cpu')
+        timeout=timedelta(seconds=config.ddp_timeout))
 
 
 def lora_config(config: TrainerConfig, model: PreTrainedModel) -> LoraConfig:
@@ -142,6 +143,10 @@ class PartitionedPipeline:
             model = with_adapters(args, model, self.mesh)
         else:
             model = super().prepare_model(args, model, **kwargs)
+        trained = follow_embedding(model)
+        if trained is not None:
+            logger.info(f"The head is the token embedding in this model, and is {'trained' if trained else 'frozen'} with "
+                        'it: the embedding\'s name decides.')
         keep_own_stages(model, self.mesh)
         record_parameters(model, rank=self.mesh.tensor_rank, size=self.mesh.tensor_parallel_size)
         return model
