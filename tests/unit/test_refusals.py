@@ -8,6 +8,8 @@ import re
 from typing import Any
 
 from swift_megatron import compatibility
+from swift_megatron.config import ConfigError
+from swift_megatron.pipelines.export import ExportConfig
 
 DROPPED: dict[str, tuple[dict[str, Any], str]] = {
     'two words': ({'adapters': ['a', 'b']}, r'--adapters a b names 2 adapters, .*swift-megatron export'),
@@ -36,6 +38,12 @@ def test_a_folder_without_adapter_is_no_adapter(tmp_path):
     """A failure means that a whole model given as adapter ends in ms-swift's assertion."""
     fault, = compatibility.faults({'adapters': str(tmp_path)})
     assert re.search(r'holds no adapter_config.json: .*--model', fault)
+
+
+def test_export_takes_one_adapter():
+    """A failure means that export merges the first adapter alone, or ends in a traceback."""
+    with pytest.raises(ConfigError, match='--adapters a b names 2 adapters'):
+        ExportConfig.from_values({'adapters': ['a', 'b'], 'merge_lora': True, 'model': 'm'}).complete()
 
 
 FIRST_QWENS = {
