@@ -2,11 +2,12 @@
 import dataclasses
 import os
 import pytest
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Optional
 
 from . import jobs, material
-from .harness import Job, launch, launch_all
+from .harness import Job, launch, launch_all, run_in_turn
 from .runs import flags
 
 
@@ -49,6 +50,27 @@ class Workshop:
             })), processes),
         })
         return self.output(ours), self.output(plain)
+
+    def train_all(self, trainings: dict[str, dict[str, Any]]) -> dict[str, str]:
+        """Trainings by this package, on two tensor ranks, and by plain ms-swift beside it, into `NAME-ours` and
+        `NAME-plain`; a training's command is `sft`, or what its settings call `command`.
+
+        Returns:
+            Name -> '' or how one of the programs failed.
+        """
+
+        def run(program: str) -> dict[str, str]:
+            own = {'tensor_parallel_size': 2} if program == 'ours' else {}
+            calls = {}
+            for name, settings in trainings.items():
+                command = settings.get('command', 'sft')
+                changes = {key: value for key, value in settings.items() if key != 'command'}
+                calls[name] = program, command, self.flags(f'{name}-{program}', **changes, **own)
+            return run_in_turn(jobs.train, calls, 2 if own else 1)
+
+        with ThreadPoolExecutor(2) as pool:
+            ours, plain = pool.map(run, ('ours', 'plain'))
+        return {name: ours[name] or plain[name] for name in trainings}
 
 
 @pytest.fixture(scope='session')
