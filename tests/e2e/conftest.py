@@ -12,6 +12,24 @@ from .runs import flags
 
 
 @dataclasses.dataclass(frozen=True)
+class Training:
+    """One training of many.
+
+    Args:
+        settings: Flags; models and data by name.
+        processes: How many.
+        program: 'ours' or 'plain'.
+        command: 'sft' or 'pt'.
+        without: A function of the trainer's that does nothing.
+    """
+    settings: dict[str, Any]
+    processes: int = 1
+    program: str = 'ours'
+    command: str = 'sft'
+    without: Optional[str] = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Workshop:
     """Small models and data by name, and a folder for what the trainings write."""
     paths: dict[str, str]
@@ -51,26 +69,20 @@ class Workshop:
         })
         return self.output(ours), self.output(plain)
 
-    def train_all(self, trainings: dict[str, dict[str, Any]]) -> dict[str, str]:
-        """Trainings by this package, on two tensor ranks, and by plain ms-swift beside it, into `NAME-ours` and
-        `NAME-plain`; a training's command is `sft`, or what its settings call `command`.
+    def train_in_turn(self, trainings: dict[str, Training]) -> dict[str, str]:
+        """Trainings into folders of their names: those of one program on as many processes one after the other in the
+        same processes, different ones beside each other.
 
         Returns:
-            Name -> '' or how one of the programs failed.
+            Name -> '' or how the training failed.
         """
-
-        def run(program: str) -> dict[str, str]:
-            own = {'tensor_parallel_size': 2} if program == 'ours' else {}
-            calls = {}
-            for name, settings in trainings.items():
-                command = settings.get('command', 'sft')
-                changes = {key: value for key, value in settings.items() if key != 'command'}
-                calls[name] = program, command, self.flags(f'{name}-{program}', **changes, **own)
-            return run_in_turn(jobs.train, calls, 2 if own else 1)
-
-        with ThreadPoolExecutor(2) as pool:
-            ours, plain = pool.map(run, ('ours', 'plain'))
-        return {name: ours[name] or plain[name] for name in trainings}
+        groups: dict[tuple[str, int], dict[str, tuple]] = {}
+        for name, training in trainings.items():
+            calls = groups.setdefault((training.program, training.processes), {})
+            calls[name] = training.program, training.command, self.flags(name, **training.settings), training.without
+        with ThreadPoolExecutor(len(groups) or 1) as pool:
+            outcomes = pool.map(lambda group: run_in_turn(jobs.train, groups[group], group[1]), groups)
+            return {name: how for outcome in outcomes for name, how in outcome.items()}
 
 
 @pytest.fixture(scope='session')

@@ -9,6 +9,7 @@ from safetensors import safe_open
 from typing import Any
 
 from . import jobs
+from .conftest import Training
 from .harness import Job, launch
 from .runs import assert_same_logs, folder_tree, log_lines, logged
 
@@ -192,9 +193,15 @@ def outcomes(request, workshop) -> dict[str, str]:
     functions = {item.originalname for item in chosen}
     names = [name for name in VARIANTS if name in params or 'test_variants_act' in functions]
     names += [name for name, test in OWN_TESTS.items() if test in functions]
-    trainings = {folder_of(name): {**SETTINGS, **{**VARIANTS, **OTHERS}[name]} for name in names}
-    found = workshop.train_all(trainings)
-    return {name: found[folder_of(name)] for name in names}
+    trainings = {}
+    for name in names:
+        settings = {**SETTINGS, **{**VARIANTS, **OTHERS}[name]}
+        command = settings.pop('command', 'sft')
+        own = {**settings, 'tensor_parallel_size': 2}
+        trainings[f'{folder_of(name)}-ours'] = Training(own, 2, command=command)
+        trainings[f'{folder_of(name)}-plain'] = Training(settings, program='plain', command=command)
+    found = workshop.train_in_turn(trainings)
+    return {name: found[f'{folder_of(name)}-ours'] or found[f'{folder_of(name)}-plain'] for name in names}
 
 
 @pytest.fixture
