@@ -106,6 +106,7 @@ class ParallelSftFields(ParallelFields):
             faults.append(f"model '{self.model}' is stored quantised ({method}), which cannot be cut: give the 16-bit "
                           'checkpoint that it was made from, with --quant_method bnb --quant_bits 4')
         faults += self._model_faults(config)
+        faults += compatibility.float16_faults(self.tuner_type, str(self.torch_dtype).removeprefix('torch.'))
         if self.tuner_type == 'lora':
             for directory in [self.resume_from_checkpoint] if self.resume_from_checkpoint else self.adapters:
                 faults += adapter_faults(directory)
