@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, fields
 from swift.arguments import PretrainArguments, SftArguments
 from swift.trainers import TrainerFactory
 from swift.utils import get_dist_setting, parse_args
+from transformers import AutoConfig
 from typing import Any, Iterator, NoReturn, Optional
 
 from . import compatibility
 from .checkpoint.layout import layout_fault
 from .config import ConfigError, ParallelFields, read_model_config
 from .lora.inject import adapter_faults
+from .model.plan import PlanError, decoder_plan
 
 
 @contextmanager
@@ -44,7 +46,9 @@ class ParallelSftFields(ParallelFields):
         self._take_other_spellings()
         num_processes = get_dist_setting()[2]
         given = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-        faults = self.faults(num_processes, read_model_config(self.model)) + compatibility.faults(given)
+        model = read_model_config(self.model)
+        faults = self.faults(num_processes, model) + compatibility.faults(given)
+        faults += compatibility.model_faults(self.model, model)
         if self.resume_from_checkpoint and not self.resume_only_model and not faults:
             faults += layout_fault(self.resume_from_checkpoint, self)
         if faults:
@@ -74,22 +78,58 @@ class ParallelSftFields(ParallelFields):
                 raise ConfigError([f'--use_flash_attn true and --attn_impl {self.attn_impl} differ: give one of them'])
             self.attn_impl = 'flash_attn'
 
+    def _init_adapters(self) -> None:
+        """ms-swift looks the adapter up, on a hub if it is no folder."""
+        try:
+            super()._init_adapters()
+        except (OSError, ValueError) as error:
+            raise ConfigError([f"--adapters {self.adapters} cannot be used: {_first_line(error)}"]) from error
+
+    def _init_model_info(self) -> torch.dtype:
+        """ms-swift looks the model up, on a hub if it is no folder, and knows its type or not."""
+        try:
+            return super()._init_model_info()
+        except (OSError, ValueError) as error:
+            raise ConfigError([f"model '{self.model}' cannot be used: {_first_line(error)}"]) from error
+
     def _check_model(self) -> None:
         """What the model's own config decides; weights are read later."""
         faults = []
         if self.model_meta.is_multimodal:
             faults.append(f"model '{self.model}' is multimodal, which is not supported: use a text model")
-        config = read_model_config(self.model_info.model_dir) or {}  # ms-swift has made no config object yet
+        directory = self.model_info.model_dir
+        config = read_model_config(directory) or {}  # ms-swift keeps no config object
+        if not faults:  # a hub's config is at hand by now, its weights are not
+            faults += compatibility.model_faults(self.model, config) or _plan_faults(directory, self.model)
         if config.get('quantization_config'):
             method = config['quantization_config'].get('quant_method', 'unknown')
             faults.append(f"model '{self.model}' is stored quantised ({method}), which cannot be cut: give the 16-bit "
                           'checkpoint that it was made from, with --quant_method bnb --quant_bits 4')
         faults += self._model_faults(config)
+        faults += compatibility.float16_faults(self.tuner_type, str(self.torch_dtype).removeprefix('torch.'))
         if self.tuner_type == 'lora':
             for directory in [self.resume_from_checkpoint] if self.resume_from_checkpoint else self.adapters:
                 faults += adapter_faults(directory)
         if faults:
             raise ConfigError(faults)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition('\n')[0]
+
+
+def _plan_faults(directory: str, model: str) -> list[str]:
+    """Why the architecture cannot be split, as far as its config tells."""
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=True)
+    except Exception as error:  # whatever the code raises that comes with a model
+        return [f"the config of model '{model}' cannot be loaded ({type(error).__name__}: {_first_line(error)}): give a "
+                'model that this transformers knows']
+    try:
+        decoder_plan(config, f"model '{model}' (model_type {config.model_type})")
+    except PlanError as error:
+        return [str(error)]
+    return []
 
 
 @dataclass

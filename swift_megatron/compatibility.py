@@ -3,8 +3,10 @@
 The rules look at values only, so that the launcher can check the bare flags before it starts processes, and the worker
 the parsed arguments again, before weights are read. Needs no torch.
 """
+import os
+import re
 from dataclasses import dataclass
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Mapping, Optional
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,89 @@ def faults(arguments: Mapping[str, Any]) -> list[str]:
         found.append(f'--quant_method {arguments["quant_method"]} needs --quant_bits 4')
     if arguments.get('quant_method') and arguments.get('tuner_type') == 'full':
         found.append('--tuner_type full cannot train a quantised model: use --tuner_type lora')
+    found += float16_faults(arguments.get('tuner_type'), arguments.get('torch_dtype'))
+    found += _adapter_faults(arguments)
     if arguments.get('label_smoothing_factor') and arguments.get('enable_dft_loss'):
         found.append('--label_smoothing_factor and --enable_dft_loss contradict each other: use one of them')
     return found
+
+
+def float16_faults(tuner_type: Any, torch_dtype: Any) -> list[str]:
+    """Full tuning of float16 weights: torch's scaler cannot unscale gradients that are float16 themselves.
+
+    Args:
+        tuner_type: As in the arguments.
+        torch_dtype: Name of the weights' dtype, as in the arguments or found in the model's config.
+    """
+    if tuner_type != 'full' or torch_dtype != 'float16':
+        return []
+    return ['--tuner_type full cannot train float16 weights, whose gradients cannot be unscaled: add --torch_dtype '
+            'float32 --fp16 true (float32 weights, float16 products) or --torch_dtype bfloat16']
+
+
+def several_adapters(value: Any) -> Optional[str]:
+    """A sentence if the value of --adapters names more than one."""
+    if not isinstance(value, (list, tuple)) or len(value) < 2:
+        return None
+    return (f'--adapters {" ".join(map(str, value))} names {len(value)} adapters, of which only one can be used: give '
+            'one, and merge the others into the base first, with swift-megatron export --merge_lora true')
+
+
+def _adapter_faults(arguments: Mapping[str, Any]) -> list[str]:
+    """Adapters that a run would start without."""
+    adapters = arguments.get('adapters')
+    if not adapters:
+        return []
+    several = several_adapters(adapters)
+    if several:
+        return [several]
+    name = adapters[0] if isinstance(adapters, (list, tuple)) else adapters
+    found = []
+    folder = os.path.expanduser(str(name))
+    if os.path.isdir(folder) and not os.path.isfile(os.path.join(folder, 'adapter_config.json')):
+        found.append(f"--adapters '{name}' holds no adapter_config.json: give a checkpoint-N folder of a LoRA run (a whole "
+                     'model goes to --model)')
+    if arguments.get('tuner_type') == 'full':
+        found.append(f'--adapters {name} does nothing with --tuner_type full, which trains the weights of --model: merge '
+                     'it first, with swift-megatron export --merge_lora true, and give the merged folder as --model')
+    if arguments.get('resume_from_checkpoint'):
+        found.append(f'--adapters {name} does nothing with --resume_from_checkpoint '
+                     f'{arguments["resume_from_checkpoint"]}, which goes on with its own adapter: leave one of them out')
+    return found
+
+
+@dataclass(frozen=True)
+class _FirstQwen:
+    """A size of the first generation, by its hidden size, and what came after it."""
+    hidden_size: int
+    size: str
+    successors: str
+
+
+FIRST_QWENS = (
+    _FirstQwen(2048, '1.8B', 'Qwen/Qwen1.5-1.8B, Qwen/Qwen2.5-1.5B or Qwen/Qwen3-1.7B'),
+    _FirstQwen(4096, '7B', 'Qwen/Qwen1.5-7B, Qwen/Qwen2.5-7B or Qwen/Qwen3-8B'),
+    _FirstQwen(5120, '14B', 'Qwen/Qwen1.5-14B, Qwen/Qwen2.5-14B or Qwen/Qwen3-14B'),
+    _FirstQwen(8192, '72B', 'Qwen/Qwen1.5-72B, Qwen/Qwen2.5-72B or Qwen/Qwen3-32B (the largest dense one)'),
+)
+FIRST_QWEN_NAME = re.compile(r'(?:.*/)?Qwen-(?:(VL|Audio)|(\d+(?:[._]\d+)?B))(?:-.*)?', re.IGNORECASE)
+
+
+def model_faults(model: Any, config: Optional[Mapping[str, Any]]) -> list[str]:
+    """Why a model cannot be split, as far as its name tells or the content of its config.json, where that is at hand.
+
+    First-generation Qwen is remote code for another transformers, without a plan of its own; ms-swift knows it as `qwen`.
+    """
+    if config is not None:
+        first = config.get('model_type') == 'qwen' or 'QWenLMHeadModel' in (config.get('architectures') or ())
+        known = [qwen for qwen in FIRST_QWENS if qwen.hidden_size == config.get('hidden_size')]
+    else:
+        match = FIRST_QWEN_NAME.fullmatch(model) if isinstance(model, str) else None
+        first = match is not None
+        size = (match[2] or '7B').replace('_', '.').upper() if match else ''
+        known = [qwen for qwen in FIRST_QWENS if qwen.size == size]
+    if not first:
+        return []
+    successors = known[0].successors if known else 'Qwen1.5, Qwen2.5 or Qwen3 of that size'
+    return [f"model '{model}' is a first-generation Qwen, whose code comes with its weights and cannot be split: use "
+            f'{successors}, as they are or their chat forms']

@@ -57,7 +57,9 @@ def check_flags(argv: list[str], nodes: int) -> int:
         local = int(given) if given else max(1, -(-fields.model_parallel_size // nodes))
     except TypeError:  # a size that is no number, reported below
         local = 1
-    faults += fields.faults(local * nodes, read_model_config(values.get('model') or values.get('model_id')))
+    model = values.get('model') or values.get('model_id')
+    faults += fields.faults(local * nodes, read_model_config(model))
+    faults += compatibility.model_faults(model, read_model_config(model))
     faults += compatibility.faults(values)
     if faults:
         raise ConfigError(faults)

@@ -24,6 +24,10 @@ CUSTOM_MODULES = {
     VocabParallelEmbedding: VocabParallelLoraEmbedding,
 }
 
+# Fields of PEFT's config that change what an adapter computes, or how it is trained, in ways of their own.
+OTHER_MATHS = ('trainable_token_indices', 'alora_invocation_tokens', 'use_qalora', 'use_bdlora', 'arrow_config',
+               'velora_config', 'monteclora_config', 'megatron_config')
+
 
 def unsupported(config: LoraConfig) -> list[str]:
     """What a LoRA config asks for that adapters on partitioned layers do not do, one sentence each; empty if
@@ -43,19 +47,51 @@ def unsupported(config: LoraConfig) -> list[str]:
         faults.append('target_parameters (adapters on bare parameters) is not supported: use target_modules')
     if config.layer_replication:
         faults.append('layer_replication is not supported: remove it')
+    faults += [
+        f'{name}={value!r} is not supported: train without it' for name in OTHER_MATHS
+        if (value := getattr(config, name, None))
+    ]
     return faults
+
+
+def untrainable(config: LoraConfig) -> list[str]:
+    """The same for training: a head whose adapter is the embedding's, transposed, is no layer of its own."""
+    faults = unsupported(config)
+    if getattr(config, 'ensure_weight_tying', False):
+        faults.append('ensure_weight_tying=True is not supported: merge this adapter with swift-megatron export '
+                      '--merge_lora true and train a new one')
+    return faults
+
+
+def read_adapter_config(directory: str) -> PeftConfig:
+    """The config of a PEFT directory.
+
+    Raises:
+        ConfigError: if there is none, or it cannot be read.
+    """
+    path = os.path.join(directory, CONFIG_NAME)
+    if not os.path.isfile(path):
+        raise ConfigError([
+            f"'{directory}' holds no {CONFIG_NAME}: give a checkpoint-N folder of a LoRA run, or copy the file to this "
+            'node'
+        ])
+    try:
+        return PeftConfig.from_pretrained(directory)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError([f"'{path}' cannot be read ({error!r}): copy the folder again"]) from error
 
 
 def adapter_faults(directory: str) -> list[str]:
     """Why the adapters in a PEFT directory cannot be loaded, one sentence each; empty if they can."""
-    if not os.path.isfile(os.path.join(directory, CONFIG_NAME)):
-        return [f"'{directory}' holds no {CONFIG_NAME}: give a checkpoint-N folder of a LoRA run, or copy the file to "
-                'this node']
-    return [f"'{directory}': {fault}" for fault in unsupported(PeftConfig.from_pretrained(directory))]
+    try:
+        config = read_adapter_config(directory)
+    except ConfigError as error:
+        return error.faults
+    return [f"'{directory}': {fault}" for fault in untrainable(config)]
 
 
 def _prepared(config: LoraConfig) -> LoraConfig:
-    faults = unsupported(config)
+    faults = untrainable(config)
     if faults:
         raise ConfigError(faults)
     config._register_custom_module(CUSTOM_MODULES)

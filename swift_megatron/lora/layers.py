@@ -11,34 +11,15 @@ numbers do not depend on the layout, and neither do the files.
 s = alpha / r. B batch, S sequence, R rank of the adapter, I and O input and output size, /T this rank's part.
 """
 import torch
-import torch.nn.functional as F
 from peft.tuners import lora
 from torch import nn
 from typing import Any, Optional
 
 from ..quantization.base import QuantizedWeight
-from ..sharding import ShardSpec, set_records
+from ..sharding import Ranges, ShardSpec, set_records
 from ..tensor_parallel.embedding import VocabParallelEmbedding
 from ..tensor_parallel.linear import ColumnParallelLinear, PartitionedLinear, RowParallelLinear
-
-
-class SlicedDropout(nn.Module):
-    """Dropout on a cut input, with this rank's slice of the mask that the whole input would get. (B, S, I/T) -> same
-
-    Drawing the whole mask keeps the random number generators of all ranks in step, and makes the run the one without
-    tensor parallelism.
-    """
-
-    def __init__(self, p: float, layer: RowParallelLinear) -> None:
-        super().__init__()
-        self.p, self.width = p, layer.global_in_features
-        self.ranges = layer.layout[layer.mesh.tensor_rank]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.p == 0:
-            return x
-        whole = F.dropout(x.new_ones(*x.shape[:-1], self.width), self.p, training=True)
-        return x * torch.cat([whole[..., start:stop] for start, stop in self.ranges], dim=-1)
+from .products import SlicedDropout, low_rank, plus_product
 
 
 class PartitionedLoraLinear(lora.Linear):
@@ -64,6 +45,15 @@ class PartitionedLoraLinear(lora.Linear):
             linear.out_features, linear.in_features = spec.local_shape
             records[f'{factor}.{adapter_name}.weight'] = spec
         set_records(self, records)
+        dropout = self.lora_dropout[adapter_name]
+        if isinstance(dropout, nn.Dropout):
+            self.lora_dropout[adapter_name] = SlicedDropout(dropout.p, self.get_base_layer().global_in_features,
+                                                            self.input_ranges)
+
+    @property
+    def input_ranges(self) -> Ranges:
+        """What this rank holds of the layer's input; empty if all of it."""
+        return ()
 
     def merge(self, safe_merge: bool = False, adapter_names: Optional[list[str]] = None) -> None:
         """Adds the adapters to the base weight, as PEFT does.
@@ -87,21 +77,9 @@ class PartitionedLoraLinear(lora.Linear):
         if not self.disable_adapters and not self.merged:
             for name in self.active_adapters:
                 if name in self.lora_A:
-                    a = self.lora_A[name]
-                    low_rank = a(self.lora_dropout[name](self._cast_input_dtype(x,
-                                                                                a.weight.dtype))) * self.scaling[name]
-                    total = _plus_product(total, low_rank, self.lora_B[name].weight)
+                    product = low_rank(x, self.lora_A[name].weight, self.lora_dropout[name]) * self.scaling[name]
+                    total = plus_product(total, product, self.lora_B[name].weight)
         return total.to(base.dtype)
-
-
-def _plus_product(total: torch.Tensor, low_rank: torch.Tensor, b: nn.Parameter) -> torch.Tensor:
-    """total + U B^T, in one pass over the output where the types allow it. (..., O), (..., R), (O, R) -> (..., O)
-
-    The scale is on U already: R numbers per token in place of O.
-    """
-    if total.dtype == low_rank.dtype and (b.dtype == total.dtype or torch.is_autocast_enabled(total.device.type)):
-        return torch.addmm(total.flatten(0, -2), low_rank.flatten(0, -2), b.t()).view(total.shape)
-    return total + F.linear(low_rank, b)
 
 
 class ColumnParallelLoraLinear(PartitionedLoraLinear):
@@ -127,12 +105,10 @@ class RowParallelLoraLinear(PartitionedLoraLinear):
         return (base.mesh.spec((rank, base.global_in_features), axis=1, layout=base.layout,
                                partial=True), base.mesh.spec((base.global_out_features, rank), partial=True))
 
-    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs) -> None:
-        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
-        dropout = self.lora_dropout[adapter_name]
+    @property
+    def input_ranges(self) -> Ranges:
         base = self.get_base_layer()
-        if isinstance(dropout, nn.Dropout) and base.mesh.tensor_parallel_size > 1:
-            self.lora_dropout[adapter_name] = SlicedDropout(dropout.p, base)
+        return base.layout[base.mesh.tensor_rank] if base.mesh.tensor_parallel_size > 1 else ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         base: RowParallelLinear = self.get_base_layer()

@@ -6,34 +6,52 @@ otherwise stay counted as this process' memory until the end.
 import json
 import os
 import torch
-from safetensors import safe_open
+from contextlib import contextmanager
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from typing import Optional
+from typing import Any, Iterator, Optional
 
 from ..config import ConfigError
 from ..quantization.base import QuantizationConfig
 from ..sharding import ShardSpec, spec_of
-from ..tensor_parallel.linear import PartitionedLinear
+
+AGAIN = 'download or copy the folder again'
+
+
+def _read_index(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding='utf-8') as file:
+            index = json.load(file)
+        if not isinstance(index['weight_map'], dict):
+            raise TypeError('weight_map is no mapping')
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError([f"'{path}' cannot be read ({error!r}): {AGAIN}"]) from error
+    return index
 
 
 class CheckpointReader:
     """Tensors of a Hugging Face checkpoint directory by name, whole or in slices.
 
+    As in transformers, one file goes before an index, and files that the index does not name are not read.
+
     Raises:
-        ValueError: if the directory holds no safetensors weights.
+        ConfigError: if the directory holds no safetensors weights, lacks a file of its index, or has a broken one.
     """
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
         index = os.path.join(directory, SAFE_WEIGHTS_INDEX_NAME)
-        single = os.path.join(directory, SAFE_WEIGHTS_NAME)
-        if os.path.isfile(index):
-            with open(index, encoding='utf-8') as file:
-                self.file_of: dict[str, str] = json.load(file)['weight_map']
-        elif os.path.isfile(single):
-            with safe_open(single, framework='pt') as file:
-                self.file_of = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+        self.index: Optional[dict[str, Any]] = None
+        if os.path.isfile(os.path.join(directory, SAFE_WEIGHTS_NAME)):
+            with self.open(SAFE_WEIGHTS_NAME) as file:
+                self.file_of: dict[str, str] = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+        elif os.path.isfile(index):
+            self.index = _read_index(index)
+            self.file_of = self.index['weight_map']
+            lost = [name for name in self.files() if not os.path.isfile(os.path.join(directory, name))]
+            if lost:
+                raise ConfigError([f"'{directory}' lacks '{lost[0]}', which its index names: {AGAIN}"])
         else:
             raise ConfigError([
                 f"'{directory}' holds no {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}: weights are read in "
@@ -47,13 +65,31 @@ class CheckpointReader:
     def names(self) -> list[str]:
         return list(self.file_of)
 
+    def files(self) -> list[str]:
+        """Names of the files that hold the tensors."""
+        return sorted(set(self.file_of.values()))
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[safe_open]:
+        """One of the files.
+
+        Raises:
+            ConfigError: if it is cut off, holds something else (a pointer to a large file), or lacks a tensor.
+        """
+        path = os.path.join(self.directory, name)
+        try:
+            with safe_open(path, framework='pt') as file:
+                yield file
+        except SafetensorError as error:
+            raise ConfigError([f"'{path}' cannot be read ({error}): {AGAIN}"]) from error
+
     def read(self, name: str, spec: ShardSpec) -> torch.Tensor:
         """This rank's slice of a tensor, on the CPU, in the file's dtype and in memory of its own.
 
         Raises:
             ValueError: if the file's tensor has another shape than the model's.
         """
-        with safe_open(os.path.join(self.directory, self.file_of[name]), framework='pt') as file:
+        with self.open(self.file_of[name]) as file:
             view = file.get_slice(name)
             if tuple(view.get_shape()) != spec.global_shape:
                 raise ConfigError([
@@ -76,6 +112,53 @@ def _checkpoint_name(name: str, prefix: str, reader: CheckpointReader) -> Option
         return name
     short = name.removeprefix(f'{prefix}.')
     return short if short in reader else None
+
+
+def find_sources(model: nn.Module,
+                 reader: CheckpointReader,
+                 *,
+                 skip: tuple[str, ...] = (),
+                 aliases: Optional[dict[str, str]] = None) -> dict[str, Optional[str]]:
+    """Parameter -> its name in the checkpoint, tied ones under each of their names; None where it stands under another.
+
+    Args:
+        model: The causal LM, whole or partitioned.
+        reader: The checkpoint.
+        skip: Prefixes of parameters that may be missing.
+        aliases: Names under which the checkpoint has a parameter (a tied head).
+
+    Raises:
+        ConfigError: if a parameter is missing from the checkpoint, naming the first few.
+    """
+    prefix = getattr(model, 'base_model_prefix', '')
+    every = list(model.named_parameters(remove_duplicate=False))
+    sources = {
+        name: _checkpoint_name(name, prefix, reader) or _checkpoint_name((aliases or {}).get(name, name), prefix, reader)
+        for name, _ in every
+    }
+    named = [(name, parameter) for name, parameter in model.named_parameters() if not name.startswith(skip)]
+    for name, parameter in named:
+        if sources[name] is None:  # a tied parameter may stand in the file under its other name
+            sources[name] = next((sources[other] for other, p in every if p is parameter and sources[other]), None)
+    missing = [name for name, _ in named if sources[name] is None]
+    if missing:
+        raise ConfigError([
+            f"'{reader.directory}' lacks {len(missing)} parameters of the model, such as "
+            f"{', '.join(missing[:3])}: it is not a complete checkpoint of this architecture"
+        ])
+    return sources
+
+
+def quantised_weights(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters that a quantised base stores in its format, as in transformers: the weights of the linears
+    in the decoder's layers. Everything else (embedding, head, norms of any shape, biases) stays as it is.
+
+    Args:
+        model: The causal LM, whole or partitioned, without adapters; may be on the meta device.
+    """
+    layers = f'{getattr(model, "base_model_prefix", "")}.layers.'
+    return frozenset(f'{path}.weight' for path, module in model.named_modules()
+                     if path.startswith(layers) and isinstance(module, nn.Linear))
 
 
 def load_slices(model: nn.Module,
@@ -102,31 +185,14 @@ def load_slices(model: nn.Module,
         ValueError: if a parameter is missing from the checkpoint, naming the first few.
     """
     reader = CheckpointReader(directory)
-    prefix = getattr(model, 'base_model_prefix', '')
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    sources = {}
-    for name in names:
-        sources[name] = (
-            _checkpoint_name(name, prefix, reader) or _checkpoint_name((aliases or {}).get(name, name), prefix, reader))
+    sources = find_sources(model, reader, skip=skip, aliases=aliases)
     named = [(name, parameter) for name, parameter in model.named_parameters() if not name.startswith(skip)]
-    for name, parameter in named:
-        if sources[name] is None:  # a tied parameter may stand in the file under its other name
-            sources[name] = next(
-                (sources[other]
-                 for other, p in model.named_parameters(remove_duplicate=False) if p is parameter and sources[other]),
-                None)
-    missing = [name for name, _ in named if sources[name] is None]
-    if missing:
-        raise ConfigError([
-            f"'{directory}' lacks {len(missing)} parameters of the model, such as {', '.join(missing[:3])}: it is "
-            'not a complete checkpoint of this architecture'
-        ])
+    quantised = quantised_weights(model) if quantization is not None else frozenset()
     for name, parameter in named:
         value = reader.read(sources[name], spec_of(parameter))
-        owner = model.get_submodule(name.rpartition('.')[0])
-        in_layers = name.startswith(f'{prefix}.layers.') and isinstance(owner, PartitionedLinear)
-        if quantization is not None and in_layers and parameter is owner._parameters.get('weight'):
-            owner.quantize(value.to(device=device, dtype=parameter.dtype), quantization)
+        if name in quantised:
+            linear = model.get_submodule(name.rpartition('.')[0])
+            linear.quantize(value.to(device=device, dtype=parameter.dtype), quantization)
         elif parameter.is_meta:
             _replace(model, parameter, value.to(device=device, dtype=parameter.dtype))
         else:

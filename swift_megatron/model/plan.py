@@ -68,6 +68,23 @@ class PlanError(ValueError):
     """An architecture or a configuration that cannot be cut; the message names what and what to do instead."""
 
 
+def decoder_plan(config: PretrainedConfig, name: str) -> dict[str, str]:
+    """The tensor-parallel plan that a decoder's config publishes: module path pattern within the decoder -> style.
+
+    Args:
+        config: The model's config; enough to know before anything of the model is downloaded or built.
+        name: How a message calls the model.
+
+    Raises:
+        PlanError: if it publishes none.
+    """
+    plan = getattr(config, 'base_model_tp_plan', None)
+    if not plan:
+        raise PlanError(f'{name} publishes no tensor-parallel plan, so it cannot be split: {REMEDY}, or '
+                        'use an architecture such as llama, qwen2, qwen3, mistral, phi3, gemma2, glm4, olmo2')
+    return plan
+
+
 def published_plan(model: PreTrainedModel) -> dict[str, str]:
     """Module path pattern ('*' for a layer number) -> style, for the whole model.
 
@@ -75,11 +92,10 @@ def published_plan(model: PreTrainedModel) -> dict[str, str]:
         PlanError: if the architecture publishes no plan, or one with styles beyond dense layers.
     """
     name = type(model).__name__
-    base_plan = getattr(model.config, 'base_model_tp_plan', None)
-    if not base_plan:
-        raise PlanError(f'{name} publishes no tensor-parallel plan, so it cannot be split: {REMEDY}, or '
-                        'use an architecture such as llama, qwen2, qwen3, mistral, phi3, gemma2, glm4, olmo2')
-    plan = {f'{model.base_model_prefix}.{pattern}': style for pattern, style in base_plan.items()}
+    plan = {
+        f'{model.base_model_prefix}.{pattern}': style
+        for pattern, style in decoder_plan(model.config, name).items()
+    }
     plan.update(getattr(type(model), '_tp_plan', None) or {})
     foreign = sorted(set(plan.values()) - COLUMN_STYLES - ROW_STYLES - OTHER_STYLES)
     if foreign:

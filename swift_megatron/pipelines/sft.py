@@ -2,6 +2,7 @@
 import os
 import torch
 import torch.distributed as dist
+from datetime import timedelta
 from peft import PeftModel
 from swift.pipelines.train.pretrain import SwiftPretrain
 from swift.pipelines.train.sft import SwiftSft
@@ -19,7 +20,8 @@ from ..lora.inject import add_lora, load_lora
 from ..mesh import ParallelMesh
 from ..model.accounting import owned_elements, unlike_one_card
 from ..model.build import build_model
-from ..model.stages import keep_own_stages, split_model
+from ..model.precision import agreed_precision
+from ..model.stages import follow_embedding, keep_own_stages, split_model
 from ..quantization.base import QuantizationConfig
 from ..sharding import record_parameters
 from .report import layout_report, memory_report
@@ -89,7 +91,7 @@ def create_mesh(config: TrainerConfig) -> ParallelMesh:
     return ParallelMesh.create(
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
-        device_type='cuda' if torch.cuda.is_available() else 'cpu')
+        timeout=timedelta(seconds=config.ddp_timeout))
 
 
 def lora_config(config: TrainerConfig, model: PreTrainedModel) -> LoraConfig:
@@ -134,6 +136,13 @@ def count_parameters(model: nn.Module, mesh: ParallelMesh) -> tuple[int, int]:
     return total, trainable
 
 
+def autocast_dtype(trainer: Any) -> Optional[torch.dtype]:
+    """What accelerate casts products to; None where it does not."""
+    device = trainer.args.device.type
+    with trainer.accelerator.autocast():
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 class PartitionedPipeline:
     """What the pipelines of this package share; mixed in before ms-swift's."""
     mesh: ParallelMesh
@@ -155,6 +164,10 @@ class PartitionedPipeline:
             model = with_adapters(args, model, self.mesh)
         else:
             model = super().prepare_model(args, model, **kwargs)
+        trained = follow_embedding(model)
+        if trained is not None:
+            logger.info(f"The head is the token embedding in this model, and is {'trained' if trained else 'frozen'} with "
+                        'it: the embedding\'s name decides.')
         keep_own_stages(model, self.mesh)
         record_parameters(model, rank=self.mesh.tensor_rank, size=self.mesh.tensor_parallel_size)
         return model
@@ -168,7 +181,8 @@ class PartitionedPipeline:
             f'{type(self.model).__name__}: {total / 1e6:.4f}M Params ({trainable / 1e6:.4f}M Trainable '
             f'[{100 * trainable / total:.4f}%]), over {self.mesh.model_parallel_size} processes.')
         logger.info(f"whole model: {self.train_msg['model_parameter_info']}")
-        for line in layout_report(self.args, self.model, self.mesh, trainer.train_dataset):
+        precision = agreed_precision(self.model, self.mesh, autocast_dtype(trainer))
+        for line in [*layout_report(self.args, self.model, self.mesh, trainer.train_dataset), precision.describe()]:
             logger.info(line)
         result = super().train(trainer)
         for line in memory_report(self.model, trainer.optimizer, self.mesh):

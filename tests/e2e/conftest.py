@@ -2,12 +2,31 @@
 import dataclasses
 import os
 import pytest
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Optional
 
 from . import jobs, material
-from .harness import Job, launch, launch_all
+from .harness import Job, launch, launch_all, run_in_turn
 from .runs import flags
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """One training of many.
+
+    Args:
+        settings: Flags; models and data by name.
+        processes: How many.
+        program: 'ours' or 'plain'.
+        command: 'sft' or 'pt'.
+        without: A function of the trainer's that does nothing.
+    """
+    settings: dict[str, Any]
+    processes: int = 1
+    program: str = 'ours'
+    command: str = 'sft'
+    without: Optional[str] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +68,21 @@ class Workshop:
             })), processes),
         })
         return self.output(ours), self.output(plain)
+
+    def train_in_turn(self, trainings: dict[str, Training]) -> dict[str, str]:
+        """Trainings into folders of their names: those of one program on as many processes one after the other in the
+        same processes, different ones beside each other.
+
+        Returns:
+            Name -> '' or how the training failed.
+        """
+        groups: dict[tuple[str, int], dict[str, tuple]] = {}
+        for name, training in trainings.items():
+            calls = groups.setdefault((training.program, training.processes), {})
+            calls[name] = training.program, training.command, self.flags(name, **training.settings), training.without
+        with ThreadPoolExecutor(len(groups) or 1) as pool:
+            outcomes = pool.map(lambda group: run_in_turn(jobs.train, groups[group], group[1]), groups)
+            return {name: how for outcome in outcomes for name, how in outcome.items()}
 
 
 @pytest.fixture(scope='session')

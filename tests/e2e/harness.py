@@ -6,6 +6,7 @@ the other tests does without ms-swift.
 import dataclasses
 import os
 import pickle
+import re
 import socket
 import tempfile
 import threading
@@ -187,3 +188,55 @@ def launch_all(jobs: dict[str, Job]) -> dict[str, list[Any]]:
     """
     with ThreadPoolExecutor(len(jobs)) as pool:
         return dict(zip(jobs, pool.map(launch, jobs.values()), strict=True))
+
+
+FINISHED = 'finished in turn: '
+
+
+def _one_after_the_other(calls: dict[str, tuple], ports: list[int], function: Callable) -> None:
+    """In the child: a process that did none of the calls before could not tell the difference."""
+    import gc
+    import torch.distributed as dist
+    from accelerate.state import AcceleratorState, GradientState
+    before = dict(os.environ)
+    for (name, args), port in zip(calls.items(), ports, strict=True):
+        os.environ['MASTER_PORT'] = str(port)  # a store of its own: a late rank cannot meet the one of the last call
+        function(*args)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        os.environ.clear()
+        os.environ.update(before)
+        gc.collect()
+        print(f'{FINISHED}{name}', flush=True)
+
+
+def run_in_turn(function: Callable, calls: dict[str, tuple], processes: int = 1) -> dict[str, str]:
+    """Runs a function with each of several arguments, one call after the other in the same processes.
+
+    What a process has to do once (to be forked, to touch its memory, to find files) is done once for all calls. The
+    calls after one that fails run in new processes.
+
+    Args:
+        function: Module-level; its result is dropped.
+        calls: Name -> arguments.
+        processes: Of each call.
+
+    Returns:
+        Name -> '' or how the call failed, for every call.
+    """
+    outcome: dict[str, str] = {}
+    while len(outcome) < len(calls):
+        rest = {name: args for name, args in calls.items() if name not in outcome}
+        ports = [_free_port() for _ in rest]
+        job = Job(_one_after_the_other, (rest, ports, function), processes, TIMEOUT + 20 * len(rest))
+        ended = run(job)
+        done = [set(re.findall(f'^{FINISHED}(.*)$', end.output, re.MULTILINE)) for end in ended]
+        outcome.update({name: '' for name in rest if all(name in names for names in done)})
+        failed = next((name for name in rest if name not in outcome), None)
+        if failed is not None:
+            rank, end = next(((rank, end) for rank, end in enumerate(ended) if end.exit_code),
+                             next((rank, end) for rank, end in enumerate(ended) if failed not in done[rank]))
+            outcome[failed] = f'rank {rank} of {processes}: exit code {end.exit_code}:\n{end.output[-6000:]}'
+    return outcome

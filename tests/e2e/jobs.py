@@ -1,5 +1,5 @@
 """What the end-to-end tests run in their processes. All return plain data."""
-from typing import Any
+from typing import Any, Optional
 from unittest import mock
 
 
@@ -12,9 +12,14 @@ def _pipeline(program: str, command: str, argv: list[str]) -> Any:
     return {'sft': MegatronSft, 'pt': MegatronPretrain}[command](argv)
 
 
-def train(program: str, command: str, argv: list[str]) -> dict[str, Any]:
-    """One training by plain ms-swift or by this package; ms-swift's result."""
-    return _pipeline(program, command, argv).main()
+def train(program: str, command: str, argv: list[str], without: Optional[str] = None) -> dict[str, Any]:
+    """One training by plain ms-swift or by this package; ms-swift's result. A function of the trainer's named in
+    `without` does nothing.
+    """
+    if without is None:
+        return _pipeline(program, command, argv).main()
+    with mock.patch(f'swift_megatron.trainers.mixin.{without}', lambda *_: None):
+        return _pipeline(program, command, argv).main()
 
 
 def train_and_probe(program: str, argv: list[str]) -> list:
@@ -22,12 +27,6 @@ def train_and_probe(program: str, argv: list[str]) -> list:
     pipeline = _pipeline(program, 'sft', argv)
     pipeline.main()
     return probe(pipeline.model)
-
-
-def train_without(function: str, argv: list[str]) -> dict[str, Any]:
-    """A training in which one of the trainer's functions does nothing."""
-    with mock.patch(f'swift_megatron.trainers.mixin.{function}', lambda *_: None):
-        return train('ours', 'sft', argv)
 
 
 def train_until_save_fails(step: int, argv: list[str]) -> None:

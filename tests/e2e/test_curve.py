@@ -6,10 +6,11 @@ import json
 import os
 import pytest
 from safetensors import safe_open
-from typing import Any
+from typing import Any, Callable
 
 from tests.harness import launch as launch_without_swift
 from . import jobs
+from .conftest import Training
 from .harness import Job, launch, launch_all
 from .runs import assert_same_logs, folder_tree, log_differences, log_lines, logged
 
@@ -132,10 +133,13 @@ def test_args_json_is_the_plain_one(workshop, curve):
 
 def test_swift_infer_loads_the_adapter(workshop, curve):
     """A failure means that a user cannot talk to the model with `swift infer --adapters` as after `swift sft`."""
+    results = {name: workshop.output(f'answers-{name}.jsonl') for name in ('ours', 'plain')}
+    launch_all({
+        name: Job(jobs.infer, (f"{workshop.output(f'curve-{name}')}/checkpoint-20", workshop['ragged'], result))
+        for name, result in results.items()
+    })
     texts = []
-    for name in ('ours', 'plain'):
-        result = workshop.output(f'answers-{name}.jsonl')
-        launch(Job(jobs.infer, (f"{workshop.output(f'curve-{name}')}/checkpoint-20", workshop['ragged'], result)))
+    for result in results.values():
         with open(result, encoding='utf-8') as file:
             texts.append([json.loads(line)['response'] for line in file])
     assert len(texts[0]) == 4 and texts[0] == texts[1]
@@ -167,79 +171,97 @@ REPLICAS = {
 TWICE = {'per_device_train_batch_size': 4, 'per_device_eval_batch_size': 2}
 
 
-@pytest.fixture(scope='module')
-def replicas(workshop):
-    """The same global batches on one process, on two replicas, and on two replicas of two ranks."""
-    launch_all({
-        'plain': Job(jobs.train, ('plain', 'sft', workshop.flags('replicas-plain', **{
-            **REPLICAS,
-            **TWICE
-        }))),
-        'd2': Job(jobs.train, ('ours', 'sft', workshop.flags('replicas-d2', **REPLICAS)), 2),
-    })
-    launch(Job(jobs.train, ('ours', 'sft', workshop.flags('replicas-t2d2', **REPLICAS, tensor_parallel_size=2)), 4))
+ODD = {**REPLICAS, 'val_dataset': 'val', 'max_steps': 1, 'eval_steps': 1}  # samples of evaluation
 
-
-@pytest.mark.parametrize('layout', ['d2', 't2d2'])
-def test_replicas_log_the_plain_curve(workshop, replicas, layout):
-    """A failure means that something is counted per process instead of per replica, or that a loss is one replica's.
-
-    total_flos is left out: it counts padding, of which smaller batches have less.
-    """
-    ours, plain = workshop.output(f'replicas-{layout}'), workshop.output('replicas-plain')
-    assert_same_logs(ours, plain, ignore=('total_flos', ))
-
-
-def test_replicas_evaluate_each_sample_once(workshop):
-    """A failure means that eval_loss, and so the choice of the best checkpoint, depends on the number of replicas."""
-    settings = {**REPLICAS, 'val_dataset': 'val', 'max_steps': 1, 'eval_steps': 1}
-    launch_all({
-        'plain': Job(jobs.train, ('plain', 'sft', workshop.flags('odd-plain', **{
-            **settings,
-            **TWICE
-        }))),
-        'd2': Job(jobs.train, ('ours', 'sft', workshop.flags('odd-d2', **settings)), 2),
-    })
-    for key in ('eval_loss', 'eval_token_acc'):
-        assert logged(workshop.output('odd-d2'), key) == pytest.approx(
-            logged(workshop.output('odd-plain'), key), rel=1e-4)
-
-
+RAGGED = dict(dataset='ragged', lora_dropout=0, max_steps=3)
+T2, P2 = dict(tensor_parallel_size=2), dict(pipeline_parallel_size=2)
 LAYOUTS = {  # four samples in every optimizer step: processes, settings
-    'one batch': (2, dict(per_device_train_batch_size=4, gradient_accumulation_steps=1)),
-    'four accumulated': (2, dict(per_device_train_batch_size=1, gradient_accumulation_steps=4)),
-    'micro-batches': (2, dict(per_device_train_batch_size=1, gradient_accumulation_steps=1, num_micro_batches=4)),
-    'replicas': (4, dict(per_device_train_batch_size=1, gradient_accumulation_steps=2)),
+    'one batch': (2, dict(per_device_train_batch_size=4, gradient_accumulation_steps=1, **T2)),
+    'four accumulated': (2, dict(per_device_train_batch_size=1, gradient_accumulation_steps=4, **T2)),
+    'micro-batches': (2, dict(
+        per_device_train_batch_size=1, gradient_accumulation_steps=1, num_micro_batches=4, **T2)),
+    'stages': (2, dict(per_device_train_batch_size=1, gradient_accumulation_steps=1, num_micro_batches=4, **P2)),
+    'replicas': (4, dict(per_device_train_batch_size=1, gradient_accumulation_steps=2, **T2)),
+}
+
+STEEP = dict(max_steps=3, lora_dropout=0, optim='sgd', learning_rate=1e-2, lr_scheduler_type='constant')
+BROKEN = {  # a function of the trainer that is left out, and the layout that needs it
+    'sum_partial_gradients': 't2',
+    'average_over_replicas': 'd2',
+    'clip_gradients': 't2',
+}
+SHORT: dict[str, Training] = {
+    'replicas-plain': Training({
+        **REPLICAS,
+        **TWICE
+    }, program='plain'),
+    'replicas-d2': Training(REPLICAS, 2),
+    'replicas-t2d2': Training({
+        **REPLICAS,
+        **T2
+    }, 4),
+    'odd-plain': Training({
+        **ODD,
+        **TWICE
+    }, program='plain'),
+    'odd-d2': Training(ODD, 2),
+    **{name: Training({
+        **RAGGED,
+        **settings
+    }, processes)
+       for name, (processes, settings) in LAYOUTS.items()},
+    'steep-t2': Training({
+        **STEEP,
+        **T2
+    }, 2),
+    'steep-d2': Training(STEEP, 2),
+    **{
+        f'without-{function}': Training({
+            **STEEP,
+            **(T2 if layout == 't2' else {})
+        }, 2, without=function)
+        for function, layout in BROKEN.items()
+    },
 }
 
 
-def test_token_mean_does_not_depend_on_the_layout(workshop):
+@pytest.fixture(scope='module')
+def short(workshop) -> Callable[[str], str]:
+    """The output folder of a training of SHORT; fails if that training failed."""
+    outcomes = workshop.train_in_turn(SHORT)
+
+    def folder(name: str) -> str:
+        assert not outcomes[name], outcomes[name]
+        return workshop.output(name)
+
+    return folder
+
+
+@pytest.mark.parametrize('layout', ['d2', 't2d2'])
+def test_replicas_log_the_plain_curve(short, layout):
+    """The same global batches on one process, on two replicas, and on two replicas of two ranks.
+
+    A failure means that something is counted per process instead of per replica, or that a loss is one replica's.
+    total_flos is left out: it counts padding, of which smaller batches have less.
+    """
+    assert_same_logs(short(f'replicas-{layout}'), short('replicas-plain'), ignore=('total_flos', ))
+
+
+def test_replicas_evaluate_each_sample_once(short):
+    """A failure means that eval_loss, and so the choice of the best checkpoint, depends on the number of replicas."""
+    for key in ('eval_loss', 'eval_token_acc'):
+        assert logged(short('odd-d2'), key) == pytest.approx(logged(short('odd-plain'), key), rel=1e-4)
+
+
+def test_token_mean_does_not_depend_on_the_layout(short):
     """A failure means that samples of different lengths weigh differently when a step is cut differently."""
-    common = dict(dataset='ragged', lora_dropout=0, max_steps=3, tensor_parallel_size=2)
-    for name, (processes, settings) in LAYOUTS.items():
-        launch(Job(jobs.train, ('ours', 'sft', workshop.flags(name, **common, **settings)), processes))
     for key in ('loss', 'grad_norm', 'token_acc'):
-        values = {name: logged(workshop.output(name), key) for name in LAYOUTS}
+        values = {name: logged(short(name), key) for name in LAYOUTS}
         for name in LAYOUTS:
             assert values[name] == pytest.approx(values['one batch'], rel=1e-5), (key, values)
 
 
-BROKEN = {  # a function of the trainer that is left out, and the layout that needs it
-    'sum_partial_gradients': (2, {'tensor_parallel_size': 2}),
-    'average_over_replicas': (2, {}),
-    'clip_gradients': (2, {'tensor_parallel_size': 2}),
-}
-
-
 @pytest.mark.parametrize('function', BROKEN)
-def test_a_missing_step_is_noticed(workshop, function):
+def test_a_missing_step_is_noticed(short, function):
     """A failure means that the comparisons of this file cannot see a gradient that is not reduced or not clipped."""
-    processes, settings = BROKEN[function]
-    settings = dict(
-        max_steps=3, lora_dropout=0, optim='sgd', learning_rate=1e-2, lr_scheduler_type='constant', **settings)
-    name = f'without-{function}'
-    launch_all({
-        'right': Job(jobs.train, ('ours', 'sft', workshop.flags(f'{name}-right', **settings)), processes),
-        'broken': Job(jobs.train_without, (function, workshop.flags(f'{name}-broken', **settings)), processes),
-    })
-    assert log_differences(workshop.output(f'{name}-broken'), workshop.output(f'{name}-right')) != []
+    assert log_differences(short(f'without-{function}'), short(f'steep-{BROKEN[function]}')) != []

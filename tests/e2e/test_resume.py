@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from . import jobs
+from .conftest import Training
 from .harness import Job, launch, launch_all, run
 from .runs import assert_same_logs, log_lines, logged
 
@@ -45,15 +46,37 @@ LAYOUTS = {  # processes, settings
 }
 
 
-@pytest.fixture(scope='module', params=LAYOUTS)
-def resumed(request, workshop):
-    """Six steps over three shuffled epochs with dropout, at once and in two runs; their output folders."""
-    processes, settings = LAYOUTS[request.param]
-    straight, resumed = (f'{request.param}-{name}'.replace(' ', '-') for name in ('straight', 'resumed'))
-    launch(Job(jobs.train, ('ours', 'sft', workshop.flags(straight, **{**SETTINGS, **settings})), processes))
-    again = {**SETTINGS, **settings, 'resume_from_checkpoint': f'{workshop.output(straight)}/checkpoint-3'}
-    launch(Job(jobs.train, ('ours', 'sft', workshop.flags(resumed, **again)), processes))
-    return workshop.output(straight), workshop.output(resumed)
+@pytest.fixture(scope='module')
+def outcomes(workshop) -> dict[str, str]:
+    """Six steps over three shuffled epochs with dropout, at once and in two runs. The second ones go on in processes
+    that have not seen the first ones.
+
+    Returns:
+        Name of a layout -> '' or how one of its runs failed.
+    """
+    settings = {name: (processes, {**SETTINGS, **own}) for name, (processes, own) in LAYOUTS.items()}
+    straight = workshop.train_in_turn(
+        {_folder(name, 'straight'): Training(own, processes)
+         for name, (processes, own) in settings.items()})
+    again = workshop.train_in_turn({
+        _folder(name, 'resumed'):
+        Training({
+            **own, 'resume_from_checkpoint': f"{workshop.output(_folder(name, 'straight'))}/checkpoint-3"
+        }, processes)
+        for name, (processes, own) in settings.items()
+    })
+    return {name: straight[_folder(name, 'straight')] or again[_folder(name, 'resumed')] for name in LAYOUTS}
+
+
+def _folder(layout: str, kind: str) -> str:
+    return f'{layout}-{kind}'.replace(' ', '-')
+
+
+@pytest.fixture(params=LAYOUTS)
+def resumed(request, workshop, outcomes):
+    """The output folders of the straight run and of the resumed one."""
+    assert not outcomes[request.param], outcomes[request.param]
+    return tuple(workshop.output(_folder(request.param, kind)) for kind in ('straight', 'resumed'))
 
 
 def test_resumed_run_logs_the_same(resumed):

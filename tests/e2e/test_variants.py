@@ -9,10 +9,11 @@ from safetensors import safe_open
 from typing import Any
 
 from . import jobs
+from .conftest import Training
 from .harness import Job, launch
 from .runs import assert_same_logs, folder_tree, log_lines, logged
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first test waits for the runs of all
 
 # Adam's step is lr m / (sqrt(v) + eps): with this eps, rounding of a gradient near zero stays rounding of the weight.
 SETTINGS: dict[str, Any] = dict(max_steps=3, adam_epsilon=1e-3, learning_rate=1e-2, save_strategy='steps', save_steps=3)
@@ -26,7 +27,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         'gradient_accumulation_steps': 3,
         'save_steps': 2,
         'logging_steps': 2,
-        'dataloader_num_workers': 1
+        'dataloader_num_workers': 1,
+        'dataset_num_proc': 2
     },
     'streaming': {
         'streaming': True,
@@ -155,22 +157,79 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope='module', params=VARIANTS)
-def variant(request, workshop):
-    """Name and output folders of both programs' runs."""
-    settings = {**SETTINGS, **VARIANTS[request.param]}
-    return request.param, *workshop.train_both(request.param.replace(' ', '-'), **settings)
+OWN_TESTS = {
+    'pre-training': 'test_pre_training_is_the_plain_one',
+    'bfloat16': 'test_bfloat16_follows_the_plain_curve'
+}
+# Runs with settings and tests of their own. bfloat16 keeps 8 bits: dropout and a large step would hide what it does.
+OTHERS: dict[str, dict[str, Any]] = {
+    'pre-training': {
+        'command': 'pt',
+        'dataset': 'texts',
+        'tuner_type': 'lora'
+    },
+    'bfloat16': {
+        'torch_dtype': 'bfloat16',
+        'fp16': None,
+        'bf16': None,
+        'max_steps': 6,
+        'save_steps': 6,
+        'lora_dropout': 0,
+        'learning_rate': 1e-3,
+        'use_cpu': True
+    },
+}
+
+
+def folder_of(name: str) -> str:
+    return name.replace(' ', '-')
+
+
+@pytest.fixture(scope='module')
+def outcomes(request, workshop) -> dict[str, str]:
+    """Name -> '' or how its run failed, for all runs that the chosen tests need: one after the other by each program."""
+    chosen = [item for item in request.session.items if item.module is request.module]
+    params = {item.callspec.params['variant'] for item in chosen if hasattr(item, 'callspec')}
+    functions = {item.originalname for item in chosen}
+    names = [name for name in VARIANTS if name in params or 'test_variants_act' in functions]
+    names += [name for name, test in OWN_TESTS.items() if test in functions]
+    trainings = {}
+    for name in names:
+        settings = {**SETTINGS, **{**VARIANTS, **OTHERS}[name]}
+        command = settings.pop('command', 'sft')
+        own = {**settings, 'tensor_parallel_size': 2}
+        trainings[f'{folder_of(name)}-ours'] = Training(own, 2, command=command)
+        trainings[f'{folder_of(name)}-plain'] = Training(settings, program='plain', command=command)
+    found = workshop.train_in_turn(trainings)
+    return {name: found[f'{folder_of(name)}-ours'] or found[f'{folder_of(name)}-plain'] for name in names}
+
+
+@pytest.fixture
+def both(workshop, outcomes):
+    """The output folders of both programs' runs by name; fails if one of the two failed."""
+
+    def folders(name: str) -> tuple[str, str]:
+        assert not outcomes[name], outcomes[name]
+        return workshop.output(f'{folder_of(name)}-ours'), workshop.output(f'{folder_of(name)}-plain')
+
+    return folders
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request, both):
+    """Output folders of both programs' runs."""
+    return both(request.param)
 
 
 def test_variant_logs_the_same(variant):
     """A failure means that this argument has another effect on training than with plain ms-swift."""
-    _, ours, plain = variant
+    ours, plain = variant
     assert_same_logs(ours, plain)
 
 
 def test_variant_writes_the_same(variant):
     """A failure means that this argument has another effect on what is saved than with plain ms-swift."""
-    _, ours, plain = variant
+    ours, plain = variant
     assert_same_weights(ours, plain)
     assert folder_tree(ours) == folder_tree(plain)
 
@@ -194,11 +253,9 @@ def assert_same_weights(ours: str, expected: str, relative: float = 1e-3) -> Non
         assert (a - b).abs().max() <= relative * b.abs().max(), name
 
 
-def test_variants_act(workshop):
+def test_variants_act(both):
     """A failure means that a comparison above proves nothing, because the argument has no effect in either program."""
-    plain = {name: workshop.output(f"{name.replace(' ', '-')}-plain") for name in VARIANTS}
-    if not all(os.path.isdir(directory) for directory in plain.values()):
-        pytest.skip('needs the runs of the other tests')
+    plain = {name: both(name)[1] for name in VARIANTS}
     assert max(logged(plain['exact matches'], 'seq_acc')) > 0.3
     assert {'loss_None', 'loss_source1', 'loss_source2'} <= set().union(*log_lines(plain['channel loss']))
     usual = logged(plain['lazy tokenising'], 'loss')[0]
@@ -207,31 +264,21 @@ def test_variants_act(workshop):
         assert abs(logged(plain[name], 'loss')[0] - usual) > 1e-3, name
 
 
-def test_pre_training_is_the_plain_one(workshop):
+def test_pre_training_is_the_plain_one(both):
     """A failure means that `swift-megatron pt` trains on other tokens than `swift pt`."""
-    ours, plain = workshop.train_both('pt', command='pt', **{**SETTINGS, 'dataset': 'texts', 'tuner_type': 'lora'})
+    ours, plain = both('pre-training')
     assert_same_logs(ours, plain)
     assert_same_weights(ours, plain)
 
 
-def test_bfloat16_follows_the_plain_curve(workshop):
+def test_bfloat16_follows_the_plain_curve(both):
     """A failure means that training in the precision that everyone uses breaks, or drifts further than its rounding.
 
     bfloat16 keeps 8 bits: each program's logits, the sums that make them, and the partial sums of the split layers are
     rounded to a part in 2^9, and these roundings are not the same ones. The losses may differ by one rounding of each
     program; a gradient passes through the roundings of two layers, forward and backward, four times as many.
     """
-    settings = {
-        **SETTINGS, 'torch_dtype': 'bfloat16',
-        'fp16': None,
-        'bf16': None,
-        'max_steps': 6,
-        'save_steps': 6,
-        'lora_dropout': 0,
-        'learning_rate': 1e-3,
-        'use_cpu': True
-    }
-    ours, plain = workshop.train_both('bfloat16', **settings)
+    ours, plain = both('bfloat16')
     assert logged(ours, 'loss') == pytest.approx(logged(plain, 'loss'), rel=2**-8)
     assert logged(ours, 'grad_norm') == pytest.approx(logged(plain, 'grad_norm'), rel=2**-6)
     files = [
