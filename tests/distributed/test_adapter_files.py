@@ -51,6 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
         'target_modules': ['v_proj', 'o_proj', 'down_proj']
     },
 }
+DTYPES = {False: torch.float32, True: torch.bfloat16}  # of the untied and the tied base
 GRIDS = {'p2': (2, 1), 'p4': (4, 1), 't2 p2': (2, 2)}  # p, t
 
 
@@ -79,13 +80,13 @@ def train(model: nn.Module) -> None:
 def on_one_card(base: str, tied: bool, directory: str) -> None:
     """PEFT's own files for every kind."""
     for kind in KINDS:
-        model = get_peft_model(reference_model(base, case_of(tied)), config_of(kind))
+        model = get_peft_model(reference_model(base, case_of(tied), DTYPES[tied]), config_of(kind))
         train(model)
         model.save_pretrained(os.path.join(directory, kind), selected_adapters=['default'])
 
 
 def own_part(base: str, tied: bool, mesh: ParallelMesh, *, kind: str = '', adapter: Optional[str] = None) -> PeftModel:
-    model = build_model(load_config(base, case_of(tied)), mesh, directory=base)
+    model = build_model(load_config(base, case_of(tied), DTYPES[tied]), mesh, directory=base)
     model.requires_grad_(False)
     model = add_lora(model, config_of(kind), mesh) if adapter is None else load_lora(model, adapter, mesh)
     keep_own_stages(model, mesh)
