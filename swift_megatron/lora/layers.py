@@ -11,6 +11,7 @@ numbers do not depend on the layout, and neither do the files.
 s = alpha / r. B batch, S sequence, R rank of the adapter, I and O input and output size, /T this rank's part.
 """
 import torch
+from functools import partial
 from peft.tuners import lora
 from torch import nn
 from typing import Any, Optional
@@ -71,14 +72,17 @@ class PartitionedLoraLinear(lora.Linear):
         if self.disable_adapters and self.merged:
             self.unmerge()
 
+    def _low_rank(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """The first product of an adapter. (B, S, I or I/T) -> (B, S, R), a partial sum for row-parallel layers"""
+        return low_rank(x, self.lora_A[name].weight, self.lora_dropout[name])
+
     def _with_adapters(self, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """`base` plus the active adapters' products; a partial sum for row-parallel layers. Shapes stay."""
         total = base
         if not self.disable_adapters and not self.merged:
             for name in self.active_adapters:
                 if name in self.lora_A:
-                    product = low_rank(x, self.lora_A[name].weight, self.lora_dropout[name]) * self.scaling[name]
-                    total = plus_product(total, product, self.lora_B[name].weight)
+                    total = plus_product(total, self._low_rank(name, x) * self.scaling[name], self.lora_B[name].weight)
         return total.to(base.dtype)
 
 
@@ -90,11 +94,14 @@ class ColumnParallelLoraLinear(PartitionedLoraLinear):
         return (base.mesh.spec((rank, base.global_in_features), partial=True),
                 base.mesh.spec((base.global_out_features, rank), axis=0, layout=base.layout, partial=True))
 
+    def _low_rank(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self.get_base_layer().region.narrow_product(partial(super()._low_rank, name), x)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         base: ColumnParallelLinear = self.get_base_layer()
         self.unmerge_if_disabled()
-        x = base.start(x)
-        return base.finish(self._with_adapters(base.local_output(x), x))
+        x = base.enter(x)
+        return base.leave(self._with_adapters(base.local_output(x), x))
 
 
 class RowParallelLoraLinear(PartitionedLoraLinear):
@@ -113,8 +120,8 @@ class RowParallelLoraLinear(PartitionedLoraLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         base: RowParallelLinear = self.get_base_layer()
         self.unmerge_if_disabled()
-        x = base.start(x)
-        return base.finish(self._with_adapters(base.product(x), x))
+        x = base.enter(x)
+        return base.leave(self._with_adapters(base.product(x), x))
 
 
 class VocabParallelLoraEmbedding(lora.Embedding):
@@ -153,4 +160,4 @@ class VocabParallelLoraEmbedding(lora.Embedding):
                 if name in self.lora_embedding_A:
                     low_rank = base.lookup(self.lora_embedding_A[name].T, ids)  # (B, S, R)
                     total = total + base.scaled(low_rank @ self.lora_embedding_B[name].T * self.scaling[name])
-        return base.finish(total.to(rows.dtype))
+        return base.leave(total.to(rows.dtype))
