@@ -10,7 +10,7 @@ from swift_megatron.lora.inject import add_lora
 from swift_megatron.mesh import ParallelMesh
 from swift_megatron.model.build import build_model
 from swift_megatron.model.language_modeling import hidden_states, token_losses
-from swift_megatron.optim.gradients import clip_gradients, gradient_norm, sum_partial_gradients
+from swift_megatron.optim.step import GradientStep
 from swift_megatron.quantization.base import QuantizationConfig
 
 MAX_NORM = 1.
@@ -122,10 +122,8 @@ class Step:
         return token_losses(self.model, hidden, labels, self.mesh).nll.mean()
 
     def update(self) -> None:
-        sum_partial_gradients(self.parameters, self.mesh)
-        clip_gradients(self.parameters, MAX_NORM, gradient_norm(self.parameters, self.mesh))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        GradientStep(
+            parameters=self.parameters, mesh=self.mesh, optimizer=self.optimizer, max_norm=MAX_NORM).run()
 
     def __call__(self) -> float:
         loss = self.loss()

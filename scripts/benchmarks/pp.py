@@ -13,7 +13,7 @@ from swift_megatron.model.decoder import stage_view
 from swift_megatron.model.language_modeling import causal_lm, token_losses
 from swift_megatron.model.micro_batches import run_micro_batches
 from swift_megatron.model.stages import keep_own_stages
-from swift_megatron.optim.gradients import clip_gradients, gradient_norm
+from swift_megatron.optim.step import GradientStep
 from swift_megatron.pipeline_parallel.stage import HiddenStateStage
 from .counting import CollectiveCounter, SavedBytes
 from .deepspeed_pipeline import deepspeed_step
@@ -58,9 +58,8 @@ class PipelineStep:
 
     def step(self, kind: str, num_micro_batches: int) -> float:
         losses = self.run(kind, num_micro_batches)
-        clip_gradients(self.parameters, MAX_NORM, gradient_norm(self.parameters, self.mesh))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        GradientStep(
+            parameters=self.parameters, mesh=self.mesh, optimizer=self.optimizer, max_norm=MAX_NORM).run()
         return float(sum(losses))
 
     def compute(self, num_micro_batches: int) -> None:

@@ -15,8 +15,7 @@ from ..mesh import ParallelMesh
 from ..model.accounting import owned_elements
 from ..model.language_modeling import causal_lm
 from ..model.micro_batches import run_micro_batches
-from ..optim.gradients import (agree_on_overflow, average_over_replicas, clip_gradients, gradient_norm,
-                               sum_partial_gradients, sum_tied_gradients)
+from ..optim.step import GradientStep
 from ..sharding import spec_of
 from .accelerator import ReplicaAccelerator
 from .checkpointing import CheckpointMixin
@@ -50,7 +49,7 @@ class ParallelTrainerMixin(CheckpointMixin):
         self.gather_function = self.accelerator.gather_for_metrics
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
-        """Nothing: `_reduce_gradients` does it."""
+        """Nothing: `GradientStep` does it."""
 
     # ---- Data ----
 
@@ -131,7 +130,7 @@ class ParallelTrainerMixin(CheckpointMixin):
         else:
             loss = torch.zeros((), device=self.args.device)
         if self.accelerator.sync_gradients:
-            self._reduce_gradients(model)
+            self._gradient_step(model).run(last='average over replicas')
         return loss
 
     def _pipeline_step(self, model: nn.Module, inputs: dict, num_items: Optional[torch.Tensor]) -> torch.Tensor:
@@ -186,12 +185,17 @@ class ParallelTrainerMixin(CheckpointMixin):
             optimizer.add_param_group({'params': [nn.Parameter(torch.empty(0, device=self.args.device))]})
         return optimizer
 
-    def _reduce_gradients(self, model: nn.Module) -> None:
-        """Once per optimizer step, after the last backward pass."""
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        sum_partial_gradients(parameters, self.mesh)
-        sum_tied_gradients(parameters, self.mesh)
-        average_over_replicas(parameters, self.mesh)
+    def _gradient_step(self, model: nn.Module, max_norm: Optional[float] = None) -> GradientStep:
+        """The Trainer runs it in three pieces: after the last backward pass, when it asks for the norm, and `step`
+        itself, through accelerate's wrapper.
+        """
+        return GradientStep(
+            parameters=[p for p in model.parameters() if p.requires_grad],
+            mesh=self.mesh,
+            optimizer=self.optimizer.optimizer,
+            scaler=self.accelerator.scaler,
+            max_norm=max_norm,
+            device=self.args.device)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         return self._norm_and_clip(model, self.args.max_grad_norm)
@@ -201,20 +205,10 @@ class ParallelTrainerMixin(CheckpointMixin):
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
     def _norm_and_clip(self, model: nn.Module, max_norm: Optional[float]) -> torch.Tensor:
-        """The norm of the whole gradient, before clipping. A norm that is not a number drops the step, as in
-        ms-swift.
-        """
-        self.accelerator.unscale_gradients()
-        if self.accelerator.scaler is not None:
-            agree_on_overflow(self.accelerator.scaler, self.optimizer.optimizer, self.mesh, self.args.device)
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        norm = gradient_norm(parameters, self.mesh, self.args.device)
-        if norm.isnan():
-            for parameter in parameters:
-                parameter.grad = None
-        elif max_norm:
-            clip_gradients(parameters, max_norm, norm)
-        return norm
+        """The norm of the whole gradient, before clipping."""
+        step = self._gradient_step(model, max_norm)
+        step.run('unscale', 'clip')
+        return step.norm
 
     def floating_point_ops(self, inputs: dict) -> float:
         """This rank's share of the whole model's operations; the Trainer adds up the ranks. 6 N per token, as in

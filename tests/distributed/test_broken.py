@@ -12,6 +12,7 @@ from swift_megatron.mesh import ParallelMesh
 from swift_megatron.model import language_modeling, partition
 from swift_megatron.model.build import build_model
 from swift_megatron.model.loading import CheckpointReader
+from swift_megatron.optim import step
 from swift_megatron.sharding import ShardSpec, spec_of
 from swift_megatron.tensor_parallel import boundary, regions
 from swift_megatron.tensor_parallel.embedding import VocabParallelEmbedding
@@ -71,7 +72,7 @@ def shifted_slice(patch: Patch) -> None:
 
 def partial_gradients(patch: Patch) -> None:
     """What has partial gradients is stepped by each rank's share."""
-    patch.setattr(test_parity, 'sum_partial_gradients', lambda parameters, mesh: None)
+    patch.setattr(step, 'sum_partial_gradients', lambda parameters, mesh: None)
 
 
 def norm_counts_copies(patch: Patch) -> None:

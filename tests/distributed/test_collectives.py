@@ -16,7 +16,7 @@ from swift_megatron.lora.inject import add_lora
 from swift_megatron.mesh import ParallelMesh
 from swift_megatron.model.build import build_model
 from swift_megatron.model.language_modeling import hidden_states, token_losses
-from swift_megatron.optim.gradients import clip_gradients, gradient_norm, sum_partial_gradients
+from swift_megatron.optim.step import GradientStep
 from swift_megatron.sharding import spec_of
 from tests.collectives import Collective, CollectiveLog
 from tests.distributed.test_parity import lora_config
@@ -68,8 +68,7 @@ def step(directory: str, family: str, mode: str) -> dict[str, Any]:
         loss.backward()
         phases['backward'] = log.calls
         log.calls = []
-        sum_partial_gradients(parameters, mesh)
-        clip_gradients(parameters, 0.5, gradient_norm(parameters, mesh))
+        GradientStep(parameters=parameters, mesh=mesh, max_norm=0.5).run()
         phases['step'] = log.calls
     partial = sum(
         math.prod(spec_of(p).global_shape) for p in parameters if spec_of(p).partial and spec_of(p).has_copies)

@@ -17,8 +17,9 @@ from swift_megatron.mesh import ParallelMesh
 from swift_megatron.model.build import build_model
 from swift_megatron.model.language_modeling import hidden_states, token_losses
 from swift_megatron.optim import gradients
-from swift_megatron.optim.gradients import (agree_on_overflow, average_over_replicas, clip_gradients, gradient_norm,
+from swift_megatron.optim.gradients import (average_over_replicas, clip_gradients, gradient_norm,
                                             sum_partial_gradients)
+from swift_megatron.optim.step import GradientStep
 from swift_megatron.sharding import ShardSpec, even_layout, record_parameters, set_records, spec_of
 from tests.collectives import CollectiveLog
 from tests.distributed.test_parity import lora_config, relative_error, warm_adapters
@@ -185,10 +186,7 @@ def overflow(mesh: ParallelMesh) -> Errors:
         give_gradients(model, mesh)
         if mesh.rank == guilty:
             model.rows.grad[0, 0] = math.inf
-        scaler.unscale_(optimizer)
-        agree_on_overflow(scaler, optimizer, mesh, torch.device('cpu'))
-        scaler.step(optimizer)
-        scaler.update()
+        GradientStep(parameters=[*model.parameters()], mesh=mesh, optimizer=optimizer, scaler=scaler).run('unscale')
         stepped = bool(model.columns.detach().abs().sum() > 0)
         yield f'rank {guilty} overflows: step', 0. if stepped == (guilty is None) else math.inf
         expected = 8. if guilty is None else 4.
@@ -204,10 +202,7 @@ def overflow_where_nothing_is_trained(mesh: ParallelMesh) -> Errors:
     if mesh.rank == 0:
         give_gradients(model, mesh)
         model.rows.grad[0, 0] = math.inf
-    scaler.unscale_(optimizer)
-    agree_on_overflow(scaler, optimizer, mesh, torch.device('cpu'))
-    scaler.step(optimizer)
-    scaler.update()
+    GradientStep(parameters=[*model.parameters()], mesh=mesh, optimizer=optimizer, scaler=scaler).run('unscale')
     yield 'scale', 0. if scaler.get_scale() == 4. else math.inf
 
 
@@ -255,8 +250,7 @@ def accumulate(model: nn.Module, batches: list[dict], mesh: ParallelMesh) -> tor
         loss.backward()
         total += loss.detach()
     parameters = [p for p in model.parameters() if p.requires_grad]
-    sum_partial_gradients(parameters, mesh)
-    average_over_replicas(parameters, mesh)
+    GradientStep(parameters=parameters, mesh=mesh).run(last='average over replicas')
     if mesh.data_group is not None:
         dist.all_reduce(total, group=mesh.data_group)
     return total / mesh.data_parallel_size

@@ -13,7 +13,7 @@ from swift_megatron.lora.inject import add_lora
 from swift_megatron.mesh import ParallelMesh
 from swift_megatron.model.build import build_model
 from swift_megatron.model.language_modeling import hidden_states, token_losses
-from swift_megatron.optim.gradients import clip_gradients, gradient_norm, sum_partial_gradients
+from swift_megatron.optim.step import GradientStep
 from swift_megatron.sharding import spec_of
 from tests.harness import launch
 from tests.tiny_models import FAMILIES, Case, batch, load_config, make_checkpoint, reference_model
@@ -80,18 +80,16 @@ def partitioned_steps(model: torch.nn.Module, data: dict, mesh: ParallelMesh, lo
         losses = token_losses(model, hidden[:, :-1][chosen], labels[chosen], mesh, logits_bytes=logits_bytes)
         loss = losses.nll.mean()
         loss.backward()
-        sum_partial_gradients(parameters, mesh)
-        norm = gradient_norm(parameters, mesh)
+        gradients = GradientStep(parameters=parameters, mesh=mesh, optimizer=optimizer, max_norm=MAX_NORM)
+        gradients.run(last='norm')
         result['losses'].append(loss.detach())
-        result['norms'].append(norm)
+        result['norms'].append(gradients.norm)
         if step == 0:
             result['gradients'] = {
                 n: gather_whole(p.grad.clone(), spec_of(p), mesh)
                 for n, p in model.named_parameters() if p.grad is not None
             }
-        clip_gradients(parameters, MAX_NORM, norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        gradients.run('clip')
     result['weights'] = {n: gather_whole(p, spec_of(p), mesh) for n, p in model.named_parameters() if p.requires_grad}
     return result
 

@@ -21,8 +21,7 @@ from swift_megatron.model.decoder import StageError
 from swift_megatron.model.language_modeling import causal_lm, hidden_states, token_losses
 from swift_megatron.model.micro_batches import run_micro_batches
 from swift_megatron.model.stages import foreign_prefixes, keep_own_stages
-from swift_megatron.optim.gradients import (average_over_replicas, clip_gradients, gradient_norm, sum_partial_gradients,
-                                            sum_tied_gradients)
+from swift_megatron.optim.step import GradientStep
 from swift_megatron.pipeline_parallel.stage import HiddenStateStage
 from swift_megatron.sharding import record_parameters, spec_of
 from tests.distributed.test_parity import MAX_NORM, STEPS, differences, lora_config, optimizer_for, warm_adapters
@@ -185,18 +184,13 @@ def train(directory: str, case: Case, run: Run) -> dict[str, Any]:
         for group in (mesh.pipeline_group, mesh.data_group):
             if group is not None:
                 dist.all_reduce(total, group=group)
-        sum_partial_gradients(parameters, mesh)
-        sum_tied_gradients(parameters, mesh)
-        average_over_replicas(parameters, mesh)
-        norm = gradient_norm(parameters, mesh)
+        gradients = GradientStep(parameters=parameters, mesh=mesh, optimizer=optimizer, max_norm=MAX_NORM)
+        gradients.run(last='norm')
         result['losses'].append(total)
-        result['norms'].append(norm)
+        result['norms'].append(gradients.norm)
         if step == 0:
             result['gradients'] = collected({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-        clip_gradients(parameters, MAX_NORM, norm)
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
+        gradients.run('clip')
     result['weights'] = collected({n: p.detach() for n, p in model.named_parameters() if p.requires_grad})
     result['layers'] = causal_lm(model).stage_split.layers_of(mesh.pipeline_rank)
     return result

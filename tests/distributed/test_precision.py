@@ -16,7 +16,7 @@ from swift_megatron.model.language_modeling import causal_lm, token_losses
 from swift_megatron.model.micro_batches import run_micro_batches
 from swift_megatron.model.precision import DTYPES, Precision, agreed_precision
 from swift_megatron.model.stages import keep_own_stages
-from swift_megatron.optim.gradients import gradient_norm, sum_partial_gradients
+from swift_megatron.optim.step import GradientStep
 from swift_megatron.quantization.base import QuantizationConfig
 from tests.collectives import CollectiveLog
 from tests.distributed.test_parity import lora_config
@@ -87,11 +87,11 @@ def step(directory: str, dtype: torch.dtype, autocast: Optional[torch.dtype],
         'gradients': {p.grad.dtype for p in parameters},
     }
     with CollectiveLog() as log:
-        sum_partial_gradients(parameters, mesh)
-        norm = gradient_norm(parameters, mesh)
+        gradients = GradientStep(parameters=parameters, mesh=mesh)
+        gradients.run(last='norm')
     found['sums of gradients'] = {c.dtype for c in log.calls if c.elements > 1}
     found['sum of squares'] = {c.dtype for c in log.calls if c.elements == 1}
-    found['norm'] = {norm.dtype}
+    found['norm'] = {gradients.norm.dtype}
     return precision, found
 
 

@@ -18,7 +18,7 @@ def train(program: str, command: str, argv: list[str], without: Optional[str] = 
     """
     if without is None:
         return _pipeline(program, command, argv).main()
-    with mock.patch(f'swift_megatron.trainers.mixin.{without}', lambda *_: None):
+    with mock.patch(f'swift_megatron.optim.step.{without}', lambda *_: None):
         return _pipeline(program, command, argv).main()
 
 
