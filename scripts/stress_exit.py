@@ -110,10 +110,12 @@ def main() -> int:
         statuses = wait(children)
         counts[tuple(statuses)] += 1
         if any(statuses):
-            print(f'run {run}: exit statuses {statuses}')
+            print(f'run {run}: exit statuses {statuses}', flush=True)
             for rank in range(options.processes):
                 print(f'---- rank {rank}\n' + Path(folder, f'rank-{rank}').read_text(errors='replace')[-3000:])
         shutil.rmtree(os.path.join(folder, 'output'), ignore_errors=True)
+        if run % 10 == 9:
+            print(f'{run + 1} runs, {time.time() - start:.0f} s', flush=True)
     for process in busy:
         process.kill()
     shutil.rmtree(folder, ignore_errors=True)
