@@ -14,6 +14,7 @@ from typing import Any, Iterator, NoReturn, Optional
 from . import compatibility
 from .checkpoint.layout import layout_fault
 from .config import ConfigError, ParallelFields, read_model_config
+from .ending import groups_end_with_process
 from .lora.inject import adapter_faults
 from .model.plan import PlanError, decoder_plan
 
@@ -61,7 +62,7 @@ class ParallelSftFields(ParallelFields):
             if not torch.cuda.is_available():
                 self.use_cpu = True  # accelerate takes processes on a CPU for separate runs without it
             self.ddp_backend = self.ddp_backend or ('nccl' if torch.cuda.is_available() else 'gloo')
-        with own_trainer_classes():
+        with own_trainer_classes(), groups_end_with_process():
             super().__post_init__()
         # The Trainer accumulates micro-batches one after the other; a pipeline runs them together.
         self.training_args.num_micro_batches = self.micro_batches

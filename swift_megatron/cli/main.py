@@ -7,6 +7,7 @@ already.
 import os
 import socket
 import sys
+import tempfile
 import time
 from typing import NoReturn, Optional
 
@@ -15,6 +16,8 @@ from ..config import ConfigError, read_model_config
 from .flags import describe_fields, expand_file, parallel_fields, read_values
 
 TRAINING = {'sft': 'supervised fine-tuning', 'pt': 'pre-training'}
+RUN_FOLDER = 'SWIFT_MEGATRON_RUN_FOLDER'  # environment variable: a folder that the processes of a node share
+STEP_SECONDS, LONGEST_SECONDS = .5, 4.  # of waiting for another process to speak
 METHODS = {**TRAINING, 'export': 'merging an adapter into its base'}
 USAGE = f"""usage: swift-megatron {{{'|'.join(METHODS)}}} [FILE.yaml|FILE.json] [--name value ...]
 
@@ -26,13 +29,32 @@ swift-megatron export --merge_lora true --adapters CHECKPOINT [--model DIR] [--o
 """
 
 
+def _speaks() -> bool:
+    """Whether this process tells the fault: of several of a node that find one, the first.
+
+    The launcher gives its processes a folder for this. Under a bare torchrun the lower rank speaks, and is the only one
+    to, because the launcher stops the others when the first process ends.
+    """
+    folder = os.environ.get(RUN_FOLDER)
+    if folder is None:
+        if os.environ.get('LOCAL_RANK', '0') != '0':
+            time.sleep(min(STEP_SECONDS * int(os.environ['LOCAL_RANK']), LONGEST_SECONDS))
+        return True
+    try:
+        os.close(os.open(os.path.join(folder, 'fault'), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
 def fail(error: ConfigError) -> NoReturn:
-    """One sentence for each fault, from the first process of the node alone, and exit status 2."""
-    if os.environ.get('LOCAL_RANK', '0') != '0':
-        time.sleep(30)  # the launcher stops everyone when the first process ends: let that one speak, if it can
-    for fault in error.faults:
-        sys.stderr.write(f'swift-megatron: error: {fault}\n')
-    sys.stderr.flush()
+    """One sentence for each fault, from one process of the node alone, and exit status 2."""
+    if _speaks():
+        for fault in error.faults:
+            sys.stderr.write(f'swift-megatron: error: {fault}\n')
+        sys.stderr.flush()
+    else:
+        time.sleep(STEP_SECONDS)  # whose exit the launcher sees first, and stops the others, has spoken
     sys.exit(2)
 
 
@@ -81,7 +103,9 @@ def _torchrun(arguments: list[str]) -> int:
     from torch.distributed.run import main as torchrun
     logging.getLogger('torch.distributed.elastic').setLevel(logging.CRITICAL)
     try:
-        torchrun(arguments)
+        with tempfile.TemporaryDirectory(prefix='swift-megatron-') as folder:
+            os.environ[RUN_FOLDER] = folder
+            torchrun(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode != 2:

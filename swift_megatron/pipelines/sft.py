@@ -191,7 +191,10 @@ class PartitionedPipeline:
 
     def run(self) -> dict[str, Any]:
         with own_trainer_classes():
-            return super().run()
+            result = super().run()
+        if dist.is_initialized():
+            dist.barrier()  # nobody leaves, and takes its connections along, while others have something to do
+        return result
 
 
 class MegatronSft(PartitionedPipeline, SwiftSft):

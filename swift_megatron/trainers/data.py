@@ -33,6 +33,7 @@ def no_samples() -> dict[str, torch.Tensor]:
 
 
 def holds_samples(batch: dict[str, Any]) -> bool:
+    """Whether a batch is none that only holds a place."""
     return batch['input_ids'].numel() > 0
 
 

@@ -49,3 +49,36 @@ def train_scaled(program: str, argvs: list[list[str]]) -> list[float]:
                        lambda *_: torch.autocast('cpu', enabled=False)):
         train_each(program, argvs)
     return [scaler.get_scale() for scaler in scalers]
+
+
+def train_broken_off(argv: list[str], after: int) -> tuple[list[float], list[float]]:
+    """A training that a callback stops after some micro-batches of its second step, then one by the same trainer.
+
+    Returns:
+        The losses that the first and the second training logged.
+    """
+    from swift_megatron.trainers.sft import ParallelSeq2SeqTrainer
+    from transformers import TrainerCallback
+    train_once = ParallelSeq2SeqTrainer.train
+    losses: list[list[float]] = []
+
+    class Stop(TrainerCallback):
+        seen = 0
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.seen += 1
+            control.should_training_stop = len(losses) == 1 and self.seen == after
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            losses[-1] += [logs['loss']] if 'loss' in logs else []
+
+    def train_twice(self: ParallelSeq2SeqTrainer, *args: Any, **kwargs: Any) -> Any:
+        self.add_callback(Stop())
+        for _ in range(2):
+            losses.append([])
+            result = train_once(self, *args, **kwargs)
+        return result
+
+    with mock.patch.object(ParallelSeq2SeqTrainer, 'train', train_twice):
+        train('ours', 'sft', argv)
+    return losses[0], losses[1]

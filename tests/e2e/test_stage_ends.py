@@ -6,9 +6,9 @@ import math
 import pytest
 from typing import Any
 
-from .harness import Job, launch_all
+from .harness import Job, launch, launch_all
 from .runs import assert_same_logs, logged
-from .sequences import train_each, train_scaled
+from .sequences import train_broken_off, train_each, train_scaled
 
 pytestmark = pytest.mark.slow
 
@@ -137,3 +137,18 @@ def test_an_overflow_is_one_on_all_ranks(scaled, name):
         assert logged(ours, value) == pytest.approx(logged(plain, value), rel=1e-4), value
     rates = logged(ours, 'learning_rate')
     assert rates[0] == rates[1] != rates[2] == rates[3]
+
+
+def test_nothing_is_left_of_a_step_that_was_broken_off(workshop):
+    """A failure means that micro-batches which waited when a callback stopped the training go into the next one."""
+    settings = {
+        **SETTINGS,
+        **STAGES, 'num_micro_batches': 4,
+        'max_steps': 2,
+        'learning_rate': 0.,
+        'train_dataloader_shuffle': False
+    }
+    for rank, (broken, again) in enumerate(
+            launch(Job(train_broken_off, (workshop.flags('broken-off', **settings), 3 + 2), 2))):
+        assert len(broken) == 1 and len(again) == 2, rank
+        assert again[0] == broken[0]
