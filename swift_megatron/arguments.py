@@ -13,10 +13,11 @@ from typing import Any, Iterator, NoReturn, Optional
 
 from . import compatibility
 from .checkpoint.layout import layout_fault
-from .config import ConfigError, ParallelFields, read_model_config
+from .config import ParallelFields, read_model_config
 from .ending import groups_end_with_process
+from .errors import ConfigError, PlanError
 from .lora.inject import adapter_faults
-from .model.plan import PlanError, decoder_plan
+from .model.plan import decoder_plan
 
 
 @contextmanager

@@ -7,16 +7,6 @@ from typing import Any, Literal, Mapping, Optional
 SCHEDULES = ('1f1b', 'gpipe', 'interleaved_1f1b')
 
 
-class ConfigError(ValueError):
-    """Input that cannot be run; the message lists every fault, each with the value, the rule and what to type
-    instead.
-    """
-
-    def __init__(self, faults: list[str]) -> None:
-        super().__init__('; '.join(faults))
-        self.faults = faults
-
-
 def _help(text: str) -> dict[str, str]:
     return {'help': text}
 

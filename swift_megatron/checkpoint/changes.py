@@ -16,20 +16,13 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from typing import Callable, Optional
 
-from ..config import ConfigError
+from ..errors import MergeError
 from ..lora.inject import read_adapter_config, unsupported
 
 PREFIX = 'base_model.model.'
 ADAPTER = 'default'
 START_ALONE = ('eva', 'orthogonal', 'mica')  # initialisations that leave the base as it is
 AGAIN = 'copy the whole checkpoint folder again'
-
-
-class MergeError(ConfigError):
-    """An adapter that cannot be merged; the message names the reason and the remedy."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__([message])
 
 
 @dataclass

@@ -15,10 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from typing import Any, Literal, Optional
 
+from ..errors import MergeError
 from ..mesh import ParallelMesh
 from ..model.loading import CheckpointReader, find_sources, quantised_weights
 from ..quantization.base import QuantizationConfig, quantize
-from .changes import Change, Ends, MergeError, read_changes
+from .changes import Change, Ends, read_changes
 
 MERGE_FILE = 'merged_adapter.json'  # notes in the result what was merged; its presence refuses a second time
 # Weights in any form, which would be the base's, and hidden files.

@@ -5,7 +5,8 @@ import yaml
 from dataclasses import MISSING, fields
 from typing import Any
 
-from ..config import ConfigError, ParallelFields
+from ..config import ParallelFields
+from ..errors import ConfigError
 
 
 def expand_file(argv: list[str]) -> list[str]:

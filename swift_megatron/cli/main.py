@@ -8,16 +8,15 @@ import os
 import socket
 import sys
 import tempfile
-import time
 from typing import NoReturn, Optional
 
 from .. import compatibility
-from ..config import ConfigError, read_model_config
+from ..config import read_model_config
+from ..errors import ConfigError, UserError
+from .errors import RUN_FOLDER, fail
 from .flags import describe_fields, expand_file, parallel_fields, read_values
 
 TRAINING = {'sft': 'supervised fine-tuning', 'pt': 'pre-training'}
-RUN_FOLDER = 'SWIFT_MEGATRON_RUN_FOLDER'  # environment variable: a folder that the processes of a node share
-STEP_SECONDS, LONGEST_SECONDS = .5, 4.  # of waiting for another process to speak
 METHODS = {**TRAINING, 'export': 'merging an adapter into its base'}
 USAGE = f"""usage: swift-megatron {{{'|'.join(METHODS)}}} [FILE.yaml|FILE.json] [--name value ...]
 
@@ -27,35 +26,6 @@ names and meanings; `swift-megatron sft --help` lists them after the parallel fi
 swift-megatron export --merge_lora true --adapters CHECKPOINT [--model DIR] [--output_dir DIR]
                       [--merge_into checkpoint|dequantized]
 """
-
-
-def _speaks() -> bool:
-    """Whether this process tells the fault: of several of a node that find one, the first.
-
-    The launcher gives its processes a folder for this. Under a bare torchrun the lower rank speaks, and is the only one
-    to, because the launcher stops the others when the first process ends.
-    """
-    folder = os.environ.get(RUN_FOLDER)
-    if folder is None:
-        if os.environ.get('LOCAL_RANK', '0') != '0':
-            time.sleep(min(STEP_SECONDS * int(os.environ['LOCAL_RANK']), LONGEST_SECONDS))
-        return True
-    try:
-        os.close(os.open(os.path.join(folder, 'fault'), os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    return True
-
-
-def fail(error: ConfigError) -> NoReturn:
-    """One sentence for each fault, from one process of the node alone, and exit status 2."""
-    if _speaks():
-        for fault in error.faults:
-            sys.stderr.write(f'swift-megatron: error: {fault}\n')
-        sys.stderr.flush()
-    else:
-        time.sleep(STEP_SECONDS)  # whose exit the launcher sees first, and stops the others, has spoken
-    sys.exit(2)
 
 
 def _is_count(text: str) -> bool:
@@ -169,7 +139,7 @@ def main(argv: Optional[list[str]] = None) -> NoReturn:
             print_help(method)
             sys.exit(0)
         sys.exit(start(method, rest))
-    except ConfigError as error:
+    except UserError as error:
         fail(error)
 
 

@@ -1,23 +1,19 @@
 """One process of a run: `python -m swift_megatron.cli.worker sft --name value ...`, started by torchrun."""
 import sys
 
-from ..config import ConfigError
-from .main import fail
+from ..errors import UserError
+from .errors import fail
 
 
 def run(method: str, flags: list[str]) -> int:
     """Runs the pipeline; input that cannot be run ends with one sentence, everything else with its traceback."""
     from swift.cli.utils import try_use_single_device_mode
     try_use_single_device_mode()
-    from ..model.decoder import StageError
-    from ..model.plan import PlanError
     from ..pipelines.sft import pt_main, sft_main
     try:
         {'sft': sft_main, 'pt': pt_main}[method](flags)
-    except ConfigError as error:
+    except UserError as error:
         fail(error)
-    except (PlanError, StageError) as error:
-        fail(ConfigError([str(error)]))
     return 0
 
 

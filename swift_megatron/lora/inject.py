@@ -10,7 +10,7 @@ import warnings
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.utils import CONFIG_NAME
 
-from ..config import ConfigError
+from ..errors import ConfigError
 from ..mesh import ParallelMesh
 from ..sharding import record_parameters
 from ..tensor_parallel.embedding import VocabParallelEmbedding

@@ -12,7 +12,7 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, get_peft_model_st
 from safetensors import safe_open
 from typing import Iterable
 
-from ..config import ConfigError
+from ..errors import ConfigError
 from ..sharding import SPEC, ShardSpec
 
 

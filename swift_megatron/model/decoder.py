@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from typing import Any
 
+from ..errors import StageError
 from ..pipeline_parallel.split import StageSplit
 
 DECODER_INPUTS = ('input_ids', 'attention_mask', 'position_ids', 'token_type_ids', 'cu_seq_lens_q', 'cu_seq_lens_k',
@@ -22,10 +23,6 @@ NEUTRAL = {
     'embedding_multiplier': 1.,
     'embedding_dropout': 0.
 }  # what a decoder does to embeddings, not again on later stages
-
-
-class StageError(ValueError):
-    """An architecture that cannot be cut into stages; the message names the reason."""
 
 
 class ModuleView:

@@ -16,11 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from typing import Any, Iterator
 
+from ..errors import PlanError
 from ..mesh import ParallelMesh
 from ..tensor_parallel.cross_entropy import TokenLosses, vocab_parallel_cross_entropy
 from ..tensor_parallel.linear import ColumnParallelLinear
 from .decoder import decoder_of, head_view
-from .plan import REMEDY, PlanError
+from .plan import REMEDY
 
 LOGITS_BYTES = 256 * 2**20  # float32 logits that are held at a time, on one rank
 

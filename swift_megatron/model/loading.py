@@ -12,7 +12,7 @@ from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from typing import Any, Iterator, Optional
 
-from ..config import ConfigError
+from ..errors import ConfigError
 from ..quantization.base import QuantizationConfig
 from ..sharding import ShardSpec, spec_of
 

@@ -9,13 +9,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from typing import Callable
 
+from ..errors import PlanError
 from ..mesh import ParallelMesh
 from ..sharding import HeadLayout, Layout, length, record_parameters, set_records
 from ..tensor_parallel.boundary import BlockEntry, Region
 from ..tensor_parallel.embedding import VocabParallelEmbedding
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import ProjectionRMSNorm
-from .plan import REMEDY, LinearCut, NormCut, PlanError, plan_model
+from .plan import REMEDY, LinearCut, NormCut, plan_model
 
 
 def _partitioned_linear(linear: nn.Linear, cut: LinearCut, region: Region) -> nn.Module:

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from typing import Literal, Optional
 
+from ..errors import PlanError
 from ..sharding import HeadLayout, Layout, even_layout, fused, head_layout, intermediate_layout, scaled
 
 Kind = Literal['column', 'column_gather', 'row', 'row_split']
@@ -62,10 +63,6 @@ class ModelPlan:
     """Cuts of a whole causal LM: the blocks by module path, and the vocabulary."""
     blocks: dict[str, BlockPlan]
     vocabulary: Layout
-
-
-class PlanError(ValueError):
-    """An architecture or a configuration that cannot be cut; the message names what and what to do instead."""
 
 
 def decoder_plan(config: PretrainedConfig, name: str) -> dict[str, str]:

@@ -6,12 +6,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from typing import Optional
 
+from ..errors import PlanError
 from ..mesh import ParallelMesh
 from ..pipeline_parallel.split import StageSplit, split_layers
 from ..sharding import RECORDS, record_parameters, spec_of
 from .accounting import matrix_elements
 from .decoder import AbsentModule, final_norm_name
-from .plan import REMEDY, PlanError, published_plan
+from .plan import REMEDY, published_plan
 
 
 def split_model(model: PreTrainedModel, mesh: ParallelMesh, chunks: int, by_hand: Optional[str]) -> StageSplit:

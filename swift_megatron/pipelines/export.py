@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 from ..checkpoint.merge import merge_adapter
 from ..compatibility import several_adapters
-from ..config import ConfigError
+from ..errors import ConfigError
 from ..quantization.base import QuantizationConfig
 
 TARGETS = ('checkpoint', 'dequantized')

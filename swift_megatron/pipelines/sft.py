@@ -15,7 +15,7 @@ from typing import Any, Optional, Union
 
 from ..arguments import PretrainConfig, TrainerConfig, own_trainer_classes, parse_arguments
 from ..checkpoint.layout import split_fault
-from ..config import ConfigError
+from ..errors import ConfigError
 from ..lora.inject import add_lora, load_lora
 from ..mesh import ParallelMesh
 from ..model.accounting import owned_elements, unlike_one_card

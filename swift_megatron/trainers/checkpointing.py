@@ -25,7 +25,7 @@ from ..checkpoint.atomic import AtomicFolder, clean, rotate, sync
 from ..checkpoint.full import save_full_model
 from ..checkpoint.layout import optimizer_file, write_layout
 from ..checkpoint.rng import load_random_state, random_state_file, save_random_state
-from ..config import ConfigError
+from ..errors import ConfigError
 from ..lora.state import load_tensors
 from ..mesh import ParallelMesh
 from ..model.language_modeling import causal_lm

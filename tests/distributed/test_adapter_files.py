@@ -15,7 +15,7 @@ from torch import nn
 from typing import Any, Callable, Optional
 
 from swift_megatron.checkpoint.adapter import save_adapter
-from swift_megatron.config import ConfigError
+from swift_megatron.errors import ConfigError
 from swift_megatron.lora.inject import add_lora, load_lora
 from swift_megatron.lora.state import load_tensors, saved_tensors
 from swift_megatron.mesh import ParallelMesh

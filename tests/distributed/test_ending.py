@@ -49,7 +49,8 @@ def test_groups_end_before_the_interpreter(ended, way, rank):
     assert bool(threads) == (way == 'user'), threads
 
 
-FAULT = "from swift_megatron.cli.main import fail, ConfigError; fail(ConfigError(['wrong']))"
+FAULT = ('from swift_megatron.cli.errors import fail; from swift_megatron.errors import ConfigError; '
+         "fail(ConfigError(['wrong']))")
 
 
 def test_one_process_tells_a_fault(tmp_path):

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from typing import Any, Callable
 
 from swift_megatron.checkpoint.merge import merge_adapter
-from swift_megatron.config import ConfigError
+from swift_megatron.errors import ConfigError
 from swift_megatron.quantization.base import QuantizationConfig
 from tests.harness import launch
 from tests.tiny_models import Case, make_checkpoint, reference_model

@@ -80,7 +80,7 @@ def infer(adapter: str, data: str, result: str) -> None:
 def run_worker(command: str, argv: list[str]) -> None:
     """What torchrun starts; ends with its exit status. Ranks that wait for the first one to speak are stopped."""
     from swift_megatron.cli.worker import run
-    with mock.patch('swift_megatron.cli.main.time.sleep', side_effect=SystemExit(2)):
+    with mock.patch('swift_megatron.cli.errors.time.sleep', side_effect=SystemExit(2)):
         raise SystemExit(run(command, argv))
 
 
@@ -88,10 +88,10 @@ def fail_alone(rank: int) -> None:
     """One rank has bad input, and the first one nothing to say: its wait ends without being stopped."""
     import os
 
-    from swift_megatron.cli.main import fail
-    from swift_megatron.config import ConfigError
+    from swift_megatron.cli.errors import fail
+    from swift_megatron.errors import ConfigError
     if int(os.environ['RANK']) == rank:
-        with mock.patch('swift_megatron.cli.main.time.sleep'):
+        with mock.patch('swift_megatron.cli.errors.time.sleep'):
             fail(ConfigError(['the weights of stage 1 are missing']))
 
 
@@ -176,7 +176,7 @@ def merge_and_probe(model: str, adapter: str, output: str, into: str) -> tuple[l
 
 def merge_twice(model: str, adapter: str, output: str) -> tuple[str, str]:
     """The messages for merging into the same folder, and for merging into a merged model."""
-    from swift_megatron.config import ConfigError
+    from swift_megatron.errors import ConfigError
     from swift_megatron.pipelines.export import ExportConfig, export_main
     messages = []
     for base, folder in ((model, output), (output, f'{output}-again')):

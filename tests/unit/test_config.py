@@ -17,7 +17,8 @@ from typing import Any
 from swift_megatron import compatibility
 from swift_megatron.cli import main as cli
 from swift_megatron.cli.flags import describe_fields, expand_file, parallel_fields, read_values
-from swift_megatron.config import ConfigError, ParallelFields, layers_by_hand, read_model_config
+from swift_megatron.config import ParallelFields, layers_by_hand, read_model_config
+from swift_megatron.errors import ConfigError
 
 LLAMA = {'num_attention_heads': 9, 'num_hidden_layers': 30}
 

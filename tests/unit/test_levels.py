@@ -15,7 +15,7 @@ from tests.harness import launch
 
 PACKAGE = pathlib.Path(__file__).parents[2] / 'swift_megatron'
 LEVELS = (
-    ('config', 'mesh', 'sharding', 'compatibility', 'ending'),
+    ('config', 'errors', 'mesh', 'sharding', 'compatibility', 'ending'),
     ('tensor_parallel', 'quantization'),
     ('lora', ),
     ('model', 'optim', 'pipeline_parallel'),

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from swift_megatron import compatibility
-from swift_megatron.config import ConfigError
+from swift_megatron.errors import ConfigError
 from swift_megatron.pipelines.export import ExportConfig
 
 DROPPED: dict[str, tuple[dict[str, Any], str]] = {
