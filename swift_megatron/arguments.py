@@ -50,7 +50,7 @@ class ParallelSftFields(ParallelFields):
         faults = self.faults(num_processes, model) + compatibility.faults(given)
         faults += compatibility.model_faults(self.model, model)
         if self.resume_from_checkpoint and not self.resume_only_model and not faults:
-            faults += layout_fault(self.resume_from_checkpoint, self, num_processes)
+            faults += layout_fault(self.resume_from_checkpoint, self)
         if faults:
             raise ConfigError(faults)
         replicas = num_processes // self.model_parallel_size
@@ -106,6 +106,7 @@ class ParallelSftFields(ParallelFields):
             faults.append(f"model '{self.model}' is stored quantised ({method}), which cannot be cut: give the 16-bit "
                           'checkpoint that it was made from, with --quant_method bnb --quant_bits 4')
         faults += self._model_faults(config)
+        faults += compatibility.float16_faults(self.tuner_type, str(self.torch_dtype).removeprefix('torch.'))
         if self.tuner_type == 'lora':
             for directory in [self.resume_from_checkpoint] if self.resume_from_checkpoint else self.adapters:
                 faults += adapter_faults(directory)

@@ -74,6 +74,12 @@ RULES = (
         'rmsprop, lion_32bit or an 8-bit or paged variant of adamw or lion'),
     Rule('torch_compile', _off, 'is not supported: leave it out'),
     Rule('auto_find_batch_size', _off, 'restarts processes on their own: set --per_device_train_batch_size'),
+    Rule(
+        'enable_jit_checkpoint', _off, 'is not supported: leave it out (processes that get a signal at different steps '
+        'would wait for each other)'),
+    Rule(
+        'save_on_each_node', _off, 'is not supported: leave it out (the first process writes the weights, and each '
+        'node the states of its own ranks)'),
     Rule('safe_serialization', lambda value: value is None or bool(value), 'is not supported: files are safetensors'),
 )
 
@@ -90,10 +96,24 @@ def faults(arguments: Mapping[str, Any]) -> list[str]:
         found.append(f'--quant_method {arguments["quant_method"]} needs --quant_bits 4')
     if arguments.get('quant_method') and arguments.get('tuner_type') == 'full':
         found.append('--tuner_type full cannot train a quantised model: use --tuner_type lora')
+    found += float16_faults(arguments.get('tuner_type'), arguments.get('torch_dtype'))
     found += _adapter_faults(arguments)
     if arguments.get('label_smoothing_factor') and arguments.get('enable_dft_loss'):
         found.append('--label_smoothing_factor and --enable_dft_loss contradict each other: use one of them')
     return found
+
+
+def float16_faults(tuner_type: Any, torch_dtype: Any) -> list[str]:
+    """Full tuning of float16 weights: torch's scaler cannot unscale gradients that are float16 themselves.
+
+    Args:
+        tuner_type: As in the arguments.
+        torch_dtype: Name of the weights' dtype, as in the arguments or found in the model's config.
+    """
+    if tuner_type != 'full' or torch_dtype != 'float16':
+        return []
+    return ['--tuner_type full cannot train float16 weights, whose gradients cannot be unscaled: add --torch_dtype '
+            'float32 --fp16 true (float32 weights, float16 products) or --torch_dtype bfloat16']
 
 
 def several_adapters(value: Any) -> Optional[str]:

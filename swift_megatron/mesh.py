@@ -3,9 +3,10 @@
 Ranks are numbered with tensor parallelism innermost, so that its ranks share a node and its fast links, then data
 parallelism, then the pipeline (arXiv:2104.04473 section 3). The mesh is built once and handed down as an argument.
 """
+import torch
 import torch.distributed as dist
 from dataclasses import dataclass
-from torch.distributed.device_mesh import init_device_mesh
+from datetime import timedelta
 from typing import Optional, Sequence
 
 from .sharding import Layout, ShardSpec
@@ -71,8 +72,14 @@ class ParallelMesh:
                *,
                tensor_parallel_size: int = 1,
                pipeline_parallel_size: int = 1,
-               device_type: str = 'cpu') -> 'ParallelMesh':
+               timeout: Optional[timedelta] = None) -> 'ParallelMesh':
         """Builds the groups over all processes of the default group; every process has to call it.
+
+        Args:
+            tensor_parallel_size: t.
+            pipeline_parallel_size: p.
+            timeout: How long a process waits for the others of a group, which do not inherit it from the default group;
+                torch's if None.
 
         Raises:
             ValueError: if the number of processes is no multiple of t x p.
@@ -85,12 +92,14 @@ class ParallelMesh:
         sizes = (pipeline_parallel_size, world_size // model_size, tensor_parallel_size)
         if world_size == 1:
             return cls()
-        grid = init_device_mesh(device_type, sizes, mesh_dim_names=('pipeline', 'data', 'tensor'))
+        grid = torch.arange(world_size).view(sizes)  # of ranks
         groups = {
-            f'{name}_group': grid.get_group(name) if size > 1 else None
-            for name, size in zip(grid.mesh_dim_names, sizes)
+            f'{name}_group': _own_group(grid.movedim(axis, -1).flatten(0, 1), timeout)
+            for axis, name in enumerate(('pipeline', 'data', 'tensor'))
         }
-        groups['tied_group'] = _tied_group(sizes, groups['pipeline_group'])
+        groups['tied_group'] = groups['pipeline_group']
+        if pipeline_parallel_size > 2:
+            groups['tied_group'] = _own_group(grid[[0, -1]].flatten(1).T, timeout)
         return cls(
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
@@ -99,16 +108,16 @@ class ParallelMesh:
             **groups)
 
 
-def _tied_group(sizes: tuple[int, int, int],
-                pipeline_group: Optional[dist.ProcessGroup]) -> Optional[dist.ProcessGroup]:
-    """The group of this process' first and last stage; None on stages between and without a pipeline."""
-    num_stages, columns = sizes[0], sizes[1] * sizes[2]
-    if num_stages <= 2:
-        return pipeline_group
+def _own_group(members: torch.Tensor, timeout: Optional[timedelta]) -> Optional[dist.ProcessGroup]:
+    """Makes a group of each row of ranks, which every process has to do in the same order; the one that this process is
+    in. None where it is in none, or alone.
+    """
+    size = members.shape[1]
+    if size == 1 or size == dist.get_world_size():
+        return None if size == 1 else dist.group.WORLD
     own = None
-    for column in range(columns):  # every process has to make every group
-        ranks = [column, (num_stages - 1) * columns + column]
-        group = dist.new_group(ranks)
+    for ranks in members.tolist():
+        group = dist.new_group(ranks, timeout=timeout)
         if dist.get_rank() in ranks:
             own = group
     return own

@@ -1,17 +1,18 @@
 """Notes every collective that a piece of code runs, below all Python wrappers: nothing can go round it."""
 import torch
 import torch.distributed as dist
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from torch.utils._python_dispatch import TorchDispatchMode
-from typing import Any
+from typing import Any, Optional
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One call: its kind (allreduce, allgather, ...), what this process put in, and the group's ranks."""
+    """One call: its kind (allreduce, allgather, send, ...), what this process put in, the group's ranks, and the dtype."""
     kind: str
     elements: int
     ranks: tuple[int, ...]
+    dtype: Optional[torch.dtype] = field(default=None, compare=False)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -32,8 +33,11 @@ class CollectiveLog(TorchDispatchMode):
             # Gathers take (outputs, inputs, group, ...), reductions and broadcasts (tensors, group, ...).
             groups = [i for i, value in enumerate(args) if isinstance(value, torch.ScriptObject)]
             group = dist.ProcessGroup.unbox(args[groups[0]])
-            elements = sum(tensor.numel() for tensor in _tensors(args[groups[0] - 1]))
+            tensors = _tensors(args[groups[0] - 1])
             self.calls.append(
                 Collective(
-                    func.__name__.split('.')[0].strip('_'), elements, tuple(dist.get_process_group_ranks(group))))
+                    kind=func.__name__.split('.')[0].strip('_'),
+                    elements=sum(tensor.numel() for tensor in tensors),
+                    ranks=tuple(dist.get_process_group_ranks(group)),
+                    dtype=tensors[0].dtype if tensors else None))
         return func(*args, **(kwargs or {}))

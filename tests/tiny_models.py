@@ -3,8 +3,8 @@ held to.
 """
 import dataclasses
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
-from typing import Any
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from typing import Any, Optional
 
 FFN, HEAD = 96, 16
 WIDE_HEAD = 24  # where a family may have heads that together are not the hidden size
@@ -87,9 +87,11 @@ class Case:
         return config
 
 
-def make_checkpoint(case: Case, directory: str) -> str:
-    """Writes a random model of the case; every parameter (norms and biases too) far from its default."""
-    config = case.config()
+def make_checkpoint(case: Case, directory: str, config: Optional[PretrainedConfig] = None) -> str:
+    """Writes a random model of the case, or of another config; every parameter (norms and biases too) far from its
+    default.
+    """
+    config = config or case.config()
     torch.manual_seed(case.seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

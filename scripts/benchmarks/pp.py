@@ -9,11 +9,12 @@ import torch.distributed as dist
 from typing import Any, Callable
 
 from swift_megatron.mesh import ParallelMesh
+from swift_megatron.model.decoder import stage_view
 from swift_megatron.model.language_modeling import causal_lm, token_losses
+from swift_megatron.model.micro_batches import run_micro_batches
 from swift_megatron.model.stages import keep_own_stages
 from swift_megatron.optim.gradients import clip_gradients, gradient_norm
-from swift_megatron.pipeline_parallel.schedule import run_micro_batches
-from swift_megatron.pipeline_parallel.stage import HiddenStateStage, decoder_view
+from swift_megatron.pipeline_parallel.stage import HiddenStateStage
 from .counting import CollectiveCounter, SavedBytes
 from .deepspeed_pipeline import deepspeed_step
 from .harness import Timing, Variant, interleaved, launch, ratio
@@ -65,7 +66,7 @@ class PipelineStep:
     def compute(self, num_micro_batches: int) -> None:
         """All stages of this rank for m micro-batches, forward and backward; over when the slowest rank is done."""
         split, loss_fn = self.lm.stage_split, self.loss_fn(num_micro_batches)
-        views = {stage: decoder_view(self.lm, split, stage) for stage in split.stages_of(self.mesh.pipeline_rank)}
+        views = {stage: stage_view(self.lm, split, stage) for stage in split.stages_of(self.mesh.pipeline_rank)}
         for i in range(num_micro_batches):
             for stage, view in views.items():
                 shape = (*self.ids[i].shape, self.lm.config.hidden_size)

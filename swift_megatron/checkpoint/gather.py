@@ -31,18 +31,6 @@ def gather_whole(local: torch.Tensor, spec: ShardSpec, mesh: ParallelMesh) -> Op
     return whole
 
 
-def gather_from_stages(state: dict[str, Any], mesh: ParallelMesh) -> dict[str, Any]:
-    """The dictionaries of all pipeline stages as one, on stage 0; on the others what they had. For small states.
-
-    Every pipeline rank has to call it.
-    """
-    if mesh.pipeline_group is None:
-        return state
-    parts = [{} for _ in range(mesh.pipeline_parallel_size)] if mesh.pipeline_rank == 0 else None
-    dist.gather_object(state, parts, dst=dist.get_global_rank(mesh.pipeline_group, 0), group=mesh.pipeline_group)
-    return {name: value for part in parts for name, value in part.items()} if parts else state
-
-
 def stream_from_stages(tensors: Iterator[tuple[str, Optional[torch.Tensor]]],
                        mesh: ParallelMesh) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of all pipeline stages, one at a time, on process 0; nothing on the others.

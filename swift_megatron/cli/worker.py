@@ -9,8 +9,8 @@ def run(method: str, flags: list[str]) -> int:
     """Runs the pipeline; input that cannot be run ends with one sentence, everything else with its traceback."""
     from swift.cli.utils import try_use_single_device_mode
     try_use_single_device_mode()
+    from ..model.decoder import StageError
     from ..model.plan import PlanError
-    from ..pipeline_parallel.stage import StageError
     from ..pipelines.sft import pt_main, sft_main
     try:
         {'sft': sft_main, 'pt': pt_main}[method](flags)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import warnings
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
-from peft.utils import CONFIG_NAME, load_peft_weights, set_peft_model_state_dict
+from peft.utils import CONFIG_NAME
 
 from ..config import ConfigError
 from ..mesh import ParallelMesh
@@ -16,6 +16,7 @@ from ..sharding import record_parameters
 from ..tensor_parallel.embedding import VocabParallelEmbedding
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .layers import ColumnParallelLoraLinear, RowParallelLoraLinear, VocabParallelLoraEmbedding
+from .state import check_complete, saved_tensors, tensor_names
 
 CUSTOM_MODULES = {
     ColumnParallelLinear: ColumnParallelLoraLinear,
@@ -70,7 +71,10 @@ def read_adapter_config(directory: str) -> PeftConfig:
     """
     path = os.path.join(directory, CONFIG_NAME)
     if not os.path.isfile(path):
-        raise ConfigError([f"'{directory}' holds no {CONFIG_NAME}: give a checkpoint-N folder of a LoRA run"])
+        raise ConfigError([
+            f"'{directory}' holds no {CONFIG_NAME}: give a checkpoint-N folder of a LoRA run, or copy the file to this "
+            'node'
+        ])
     try:
         return PeftConfig.from_pretrained(directory)
     except (ValueError, KeyError, TypeError) as error:
@@ -118,27 +122,20 @@ def load_lora(model: torch.nn.Module, directory: str, mesh: ParallelMesh, *, is_
     """Adapters from a PEFT directory, each rank keeping its slices.
 
     Raises:
-        ValueError: if the adapter is of a kind that is not supported.
+        ConfigError: if the adapter is of a kind that is not supported, or incomplete.
     """
-    config = _prepared(LoraConfig.from_pretrained(directory))
+    config, names = _prepared(LoraConfig.from_pretrained(directory)), tensor_names(directory)
     config.inference_mode = not is_trainable
     with warnings.catch_warnings():  # modules of other pipeline stages are on the meta device and stay there
         warnings.filterwarnings('ignore', message='.*copying from a non-meta parameter.*')
-        peft_model = PeftModel.from_pretrained(model, directory, is_trainable=is_trainable, config=config)
+        warnings.filterwarnings('ignore', message='Found missing adapter keys.*')  # an error below
+        try:
+            peft_model = PeftModel.from_pretrained(model, directory, is_trainable=is_trainable, config=config)
+        except KeyError as error:  # PEFT looks up what modules_to_save name without asking
+            raise ConfigError([
+                f"'{directory}' lacks {error} of the adapter's modules_to_save: it is not a complete adapter of this "
+                'configuration; give another checkpoint folder'
+            ]) from error
+    check_complete(saved_tensors(peft_model), names, directory)
     record_parameters(peft_model, rank=mesh.tensor_rank, size=mesh.tensor_parallel_size)
     return peft_model
-
-
-def reload_lora(model: PeftModel, directory: str) -> None:
-    """Overwrites the adapters of a model by those in a directory, each rank its slices of its own stages' layers.
-
-    Raises:
-        ValueError: if the directory lacks something that the model's adapters have.
-    """
-    weights = load_peft_weights(directory, device='cpu')
-    names = {name.replace('.default', '').replace('.modules_to_save', '') for name, _ in model.named_parameters()}
-    own = {name: tensor for name, tensor in weights.items() if name in names}
-    missing = [name for name in names if 'lora_' in name and name not in own]
-    if missing:
-        raise ValueError(f"'{directory}' lacks adapter weights of the model, such as {missing[0]}")
-    set_peft_model_state_dict(model, own)

@@ -11,34 +11,16 @@ numbers do not depend on the layout, and neither do the files.
 s = alpha / r. B batch, S sequence, R rank of the adapter, I and O input and output size, /T this rank's part.
 """
 import torch
-import torch.nn.functional as F
+from functools import partial
 from peft.tuners import lora
 from torch import nn
 from typing import Any, Optional
 
 from ..quantization.base import QuantizedWeight
-from ..sharding import ShardSpec, set_records
+from ..sharding import Ranges, ShardSpec, set_records
 from ..tensor_parallel.embedding import VocabParallelEmbedding
 from ..tensor_parallel.linear import ColumnParallelLinear, PartitionedLinear, RowParallelLinear
-
-
-class SlicedDropout(nn.Module):
-    """Dropout on a cut input, with this rank's slice of the mask that the whole input would get. (B, S, I/T) -> same
-
-    Drawing the whole mask keeps the random number generators of all ranks in step, and makes the run the one without
-    tensor parallelism.
-    """
-
-    def __init__(self, p: float, layer: RowParallelLinear) -> None:
-        super().__init__()
-        self.p, self.width = p, layer.global_in_features
-        self.ranges = layer.layout[layer.mesh.tensor_rank]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.p == 0:
-            return x
-        whole = F.dropout(x.new_ones(*x.shape[:-1], self.width), self.p, training=True)
-        return x * torch.cat([whole[..., start:stop] for start, stop in self.ranges], dim=-1)
+from .products import SlicedDropout, low_rank, plus_product
 
 
 class PartitionedLoraLinear(lora.Linear):
@@ -64,6 +46,15 @@ class PartitionedLoraLinear(lora.Linear):
             linear.out_features, linear.in_features = spec.local_shape
             records[f'{factor}.{adapter_name}.weight'] = spec
         set_records(self, records)
+        dropout = self.lora_dropout[adapter_name]
+        if isinstance(dropout, nn.Dropout):
+            self.lora_dropout[adapter_name] = SlicedDropout(dropout.p, self.get_base_layer().global_in_features,
+                                                            self.input_ranges)
+
+    @property
+    def input_ranges(self) -> Ranges:
+        """What this rank holds of the layer's input; empty if all of it."""
+        return ()
 
     def merge(self, safe_merge: bool = False, adapter_names: Optional[list[str]] = None) -> None:
         """Adds the adapters to the base weight, as PEFT does.
@@ -81,27 +72,18 @@ class PartitionedLoraLinear(lora.Linear):
         if self.disable_adapters and self.merged:
             self.unmerge()
 
+    def _low_rank(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """The first product of an adapter. (B, S, I or I/T) -> (B, S, R), a partial sum for row-parallel layers"""
+        return low_rank(x, self.lora_A[name].weight, self.lora_dropout[name])
+
     def _with_adapters(self, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """`base` plus the active adapters' products; a partial sum for row-parallel layers. Shapes stay."""
         total = base
         if not self.disable_adapters and not self.merged:
             for name in self.active_adapters:
                 if name in self.lora_A:
-                    a = self.lora_A[name]
-                    low_rank = a(self.lora_dropout[name](self._cast_input_dtype(x,
-                                                                                a.weight.dtype))) * self.scaling[name]
-                    total = _plus_product(total, low_rank, self.lora_B[name].weight)
+                    total = plus_product(total, self._low_rank(name, x) * self.scaling[name], self.lora_B[name].weight)
         return total.to(base.dtype)
-
-
-def _plus_product(total: torch.Tensor, low_rank: torch.Tensor, b: nn.Parameter) -> torch.Tensor:
-    """total + U B^T, in one pass over the output where the types allow it. (..., O), (..., R), (O, R) -> (..., O)
-
-    The scale is on U already: R numbers per token in place of O.
-    """
-    if total.dtype == low_rank.dtype and (b.dtype == total.dtype or torch.is_autocast_enabled(total.device.type)):
-        return torch.addmm(total.flatten(0, -2), low_rank.flatten(0, -2), b.t()).view(total.shape)
-    return total + F.linear(low_rank, b)
 
 
 class ColumnParallelLoraLinear(PartitionedLoraLinear):
@@ -112,11 +94,14 @@ class ColumnParallelLoraLinear(PartitionedLoraLinear):
         return (base.mesh.spec((rank, base.global_in_features), partial=True),
                 base.mesh.spec((base.global_out_features, rank), axis=0, layout=base.layout, partial=True))
 
+    def _low_rank(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self.get_base_layer().region.narrow_product(partial(super()._low_rank, name), x)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         base: ColumnParallelLinear = self.get_base_layer()
         self.unmerge_if_disabled()
-        x = base.start(x)
-        return base.finish(self._with_adapters(base.local_output(x), x))
+        x = base.enter(x)
+        return base.leave(self._with_adapters(base.local_output(x), x))
 
 
 class RowParallelLoraLinear(PartitionedLoraLinear):
@@ -127,18 +112,16 @@ class RowParallelLoraLinear(PartitionedLoraLinear):
         return (base.mesh.spec((rank, base.global_in_features), axis=1, layout=base.layout,
                                partial=True), base.mesh.spec((base.global_out_features, rank), partial=True))
 
-    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs) -> None:
-        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
-        dropout = self.lora_dropout[adapter_name]
+    @property
+    def input_ranges(self) -> Ranges:
         base = self.get_base_layer()
-        if isinstance(dropout, nn.Dropout) and base.mesh.tensor_parallel_size > 1:
-            self.lora_dropout[adapter_name] = SlicedDropout(dropout.p, base)
+        return base.layout[base.mesh.tensor_rank] if base.mesh.tensor_parallel_size > 1 else ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         base: RowParallelLinear = self.get_base_layer()
         self.unmerge_if_disabled()
-        x = base.start(x)
-        return base.finish(self._with_adapters(base.product(x), x))
+        x = base.enter(x)
+        return base.leave(self._with_adapters(base.product(x), x))
 
 
 class VocabParallelLoraEmbedding(lora.Embedding):
@@ -177,4 +160,4 @@ class VocabParallelLoraEmbedding(lora.Embedding):
                 if name in self.lora_embedding_A:
                     low_rank = base.lookup(self.lora_embedding_A[name].T, ids)  # (B, S, R)
                     total = total + base.scaled(low_rank @ self.lora_embedding_B[name].T * self.scaling[name])
-        return base.finish(total.to(rows.dtype))
+        return base.leave(total.to(rows.dtype))

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from typing import Optional
 
 from ..mesh import ParallelMesh
-from ..pipeline_parallel.stage import check_passes_hidden_states
 from ..quantization.base import QuantizationConfig
+from .decoder import check_passes_hidden_states
 from .language_modeling import check_head
 from .loading import load_slices
 from .partition import partition_model
@@ -26,7 +26,7 @@ def build_model(config: PretrainedConfig,
                 chunks: int = 1,
                 layers_by_hand: Optional[str] = None,
                 quantization: Optional[QuantizationConfig] = None) -> PreTrainedModel:
-    """This rank's part of a causal LM, in evaluation mode, with its `stage_split` as an attribute.
+    """This rank's part of a causal LM, in evaluation mode, with its `stage_split` and `hidden_dtype` as attributes.
 
     Modules of other pipeline stages are still there, on the meta device and without memory, so that adapters are put on
     the whole model and draw its random numbers; `keep_own_stages` then takes them away.
@@ -47,10 +47,10 @@ def build_model(config: PretrainedConfig,
         PlanError, StageError: if the model cannot be cut.
         ValueError: if the checkpoint does not hold the model.
     """
-    device = device or torch.device('cpu')
+    device, dtype = device or torch.device('cpu'), dtype or config.dtype
     with torch.device('meta'):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype or config.dtype, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    model.hidden_dtype = dtype
     model.stage_split = split_model(model, mesh, chunks, layers_by_hand)
     partition_model(model, mesh, 1 if quantization is None else quantization.block_size)
     check_head(model)

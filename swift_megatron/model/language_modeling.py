@@ -1,13 +1,12 @@
 """Hidden states and token losses of a partitioned causal LM, without ever holding the logits of a whole batch.
 
-The model's own `forward` computes the logits, for a chunk of tokens at a time, with its decoder replaced by the hidden
-states already there: what an architecture does to its logits after the head (a soft cap, a scale) is kept without
-knowing of it, on this rank's part of the vocabulary. Chunks are recomputed in the backward pass when there is more than
-one.
+The forward of the model's class computes the logits, for a chunk of tokens at a time, with the hidden states already
+there in the place of its decoder: what an architecture does to its logits after the head (a soft cap, a scale) is kept
+without knowing of it, on this rank's part of the vocabulary. Chunks are recomputed in the backward pass when there is
+more than one, with the dropout masks of the forward pass.
 
 B batch, S sequence, H hidden, N tokens with a label, V vocabulary, /T this rank's part.
 """
-import copy
 import math
 import torch
 from contextlib import contextmanager
@@ -15,12 +14,12 @@ from peft import PeftModel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from typing import Any, Iterator
 
 from ..mesh import ParallelMesh
 from ..tensor_parallel.cross_entropy import TokenLosses, vocab_parallel_cross_entropy
 from ..tensor_parallel.linear import ColumnParallelLinear
+from .decoder import decoder_of, head_view
 from .plan import REMEDY, PlanError
 
 LOGITS_BYTES = 256 * 2**20  # float32 logits that are held at a time, on one rank
@@ -33,26 +32,18 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
 
 def hidden_states(model: nn.Module, **inputs: Any) -> torch.Tensor:
     """Output of the decoder with its final norm, before the head. (B, S) token ids -> (B, S, H)"""
-    lm = causal_lm(model)
-    return getattr(lm, lm.base_model_prefix)(**inputs, use_cache=False).last_hidden_state
-
-
-class _GivenHiddenStates(nn.Module):
-    """Stands in for the decoder: returns what it is given."""
-
-    def forward(self, inputs_embeds: torch.Tensor, **_: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
-
-
-def _head_only(lm: PreTrainedModel) -> PreTrainedModel:
-    """A view of the causal LM that shares all modules but the decoder."""
-    view = copy.copy(lm)
-    view._modules = {**lm._modules, lm.base_model_prefix: _GivenHiddenStates()}
-    return view
+    return decoder_of(causal_lm(model))(**inputs, use_cache=False).last_hidden_state
 
 
 def _head_layers(lm: PreTrainedModel) -> list[ColumnParallelLinear]:
     return [module for module in lm.get_output_embeddings().modules() if isinstance(module, ColumnParallelLinear)]
+
+
+def _draws(lm: PreTrainedModel) -> bool:
+    """Whether the head draws random numbers (adapters with dropout on it)."""
+    return any(
+        isinstance(module, nn.Dropout) and module.p > 0 and module.training
+        for module in lm.get_output_embeddings().modules())
 
 
 @contextmanager
@@ -72,7 +63,7 @@ def local_logits(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """This rank's part of the logits, after all that the model does to them. (N, H) -> (N, V/T)"""
     lm = causal_lm(model)
     with _ungathered(lm):
-        return _head_only(lm)(inputs_embeds=hidden.unsqueeze(0)).logits.squeeze(0)
+        return head_view(lm)(inputs_embeds=hidden.unsqueeze(0)).logits.squeeze(0)
 
 
 def check_head(lm: PreTrainedModel) -> None:
@@ -81,7 +72,7 @@ def check_head(lm: PreTrainedModel) -> None:
     Raises:
         PlanError: if the causal LM takes more of its decoder than the hidden states.
     """
-    hidden = torch.empty(1, lm.config.hidden_size, dtype=lm.dtype, device='meta')
+    hidden = torch.empty(1, lm.config.hidden_size, dtype=lm.hidden_dtype, device='meta')
     try:
         with torch.no_grad():
             local_logits(lm, hidden)
@@ -122,7 +113,7 @@ def token_losses(model: nn.Module,
     if num_chunks == 1:
         return TokenLosses(**dict(zip(('nll', 'smooth', 'predictions'), losses(hidden, labels))))
     chunks = [
-        checkpoint(losses, h, y, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(losses, h, y, use_reentrant=False, preserve_rng_state=_draws(causal_lm(model)))
         for h, y in zip(hidden.tensor_split(num_chunks), labels.tensor_split(num_chunks))
     ]
     nll, smooth, predictions = (torch.cat(parts) for parts in zip(*chunks))

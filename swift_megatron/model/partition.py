@@ -7,46 +7,32 @@ import copy
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from typing import Callable
 
 from ..mesh import ParallelMesh
 from ..sharding import HeadLayout, Layout, length, record_parameters, set_records
+from ..tensor_parallel.boundary import BlockEntry, Region
 from ..tensor_parallel.embedding import VocabParallelEmbedding
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import ProjectionRMSNorm
-from ..tensor_parallel.regions import copy_to_tensor_parallel_region
 from .plan import REMEDY, LinearCut, NormCut, PlanError, plan_model
 
 
-class RegionEntry:
-    """Forward pre-hook of a block: its input enters the tensor-parallel region. Backward: the block's one
-    all-reduce.
-    """
-
-    def __init__(self, mesh: ParallelMesh) -> None:
-        self.mesh = mesh
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if args:
-            return (copy_to_tensor_parallel_region(args[0], self.mesh), *args[1:]), kwargs
-        entered = copy_to_tensor_parallel_region(kwargs['hidden_states'], self.mesh)
-        return args, {**kwargs, 'hidden_states': entered}
-
-
-def _partitioned_linear(linear: nn.Linear, cut: LinearCut, mesh: ParallelMesh) -> nn.Module:
-    common = dict(bias=linear.bias is not None, device=linear.weight.device, dtype=linear.weight.dtype)
-    sizes = (linear.in_features, linear.out_features, cut.layout, mesh)
+def _partitioned_linear(linear: nn.Linear, cut: LinearCut, region: Region) -> nn.Module:
+    common = dict(
+        bias=linear.bias is not None, region=region, device=linear.weight.device, dtype=linear.weight.dtype)
+    sizes = (linear.in_features, linear.out_features, cut.layout, region.mesh)
     if cut.kind.startswith('column'):
         return ColumnParallelLinear(*sizes, gather_output=cut.kind == 'column_gather', **common)
     return RowParallelLinear(*sizes, split_input=cut.kind == 'row_split', **common)
 
 
-def _partition_norm(block: nn.Module, name: str, cut: NormCut, mesh: ParallelMesh) -> None:
-    norm = getattr(block, name)
+def _partition_norm(block: nn.Module, name: str, cut: NormCut, region: Region) -> None:
+    norm, mesh = getattr(block, name), region.mesh
     if cut.over_projection:
-        eps = norm.variance_epsilon
         weight = norm.weight
-        setattr(block, name,
-                ProjectionRMSNorm(weight.shape[0], cut.layout, mesh, eps=eps, device=weight.device, dtype=weight.dtype))
+        common = dict(eps=norm.variance_epsilon, region=region, device=weight.device, dtype=weight.dtype)
+        setattr(block, name, ProjectionRMSNorm(weight.shape[0], cut.layout, mesh, **common))
         return
     records = {}
     for parameter_name, parameter in norm.named_parameters():
@@ -73,7 +59,7 @@ def _localise_heads(block: nn.Module, heads: HeadLayout, rank: int) -> None:
         block.config.num_attention_heads, block.config.num_key_value_heads = query, key_value
 
 
-def _partition_embedding(model: PreTrainedModel, layout: Layout, mesh: ParallelMesh) -> None:
+def _partition_embedding(model: PreTrainedModel, layout: Layout, region: Region) -> None:
     embedding = model.get_input_embeddings()
     scale = None
     if type(embedding) is not nn.Embedding:
@@ -88,20 +74,25 @@ def _partition_embedding(model: PreTrainedModel, layout: Layout, mesh: ParallelM
             embedding.num_embeddings,
             embedding.embedding_dim,
             layout,
-            mesh,
+            region.mesh,
             padding_idx=embedding.padding_idx,
             scale=scale,
+            region=region,
             device=embedding.weight.device,
             dtype=embedding.weight.dtype))
 
 
-def partition_model(model: PreTrainedModel, mesh: ParallelMesh, multiple: int = 1) -> None:
+def partition_model(model: PreTrainedModel,
+                    mesh: ParallelMesh,
+                    multiple: int = 1,
+                    region_of: Callable[[ParallelMesh], Region] = Region) -> None:
     """Replaces, in place, the linears, embeddings and norms of a causal LM by this rank's parts, without values.
 
     Args:
         model: A causal LM on the meta device. Its parameters get the shapes of this rank's slices.
         mesh: The process grid.
         multiple: Cut MLPs in multiples of this many features where that is possible (blocks of quantised weights).
+        region_of: Makes the region of each block, of the embedding and of the head: what lies outside of them.
 
     Raises:
         PlanError: if the model cannot be cut.
@@ -110,19 +101,18 @@ def partition_model(model: PreTrainedModel, mesh: ParallelMesh, multiple: int = 
     if getattr(model.config, 'attention_dropout', 0.) and mesh.tensor_parallel_size > 1:
         raise PlanError(f'attention_dropout={model.config.attention_dropout} in config.json is not supported with '
                         'tensor_parallel_size > 1: set it to 0.0')
-    entry = RegionEntry(mesh)
     for path, block_plan in plan.blocks.items():
-        block = model.get_submodule(path)
+        block, region = model.get_submodule(path), region_of(mesh)
         for name, cut in block_plan.linears.items():
-            setattr(block, name, _partitioned_linear(getattr(block, name), cut, mesh))
+            setattr(block, name, _partitioned_linear(getattr(block, name), cut, region))
         for name, cut in block_plan.norms.items():
-            _partition_norm(block, name, cut, mesh)
+            _partition_norm(block, name, cut, region)
         if block_plan.heads is not None:
             _localise_heads(block, block_plan.heads, mesh.tensor_rank)
-        block.register_forward_pre_hook(entry, with_kwargs=True)
-    _partition_embedding(model, plan.vocabulary, mesh)
+        block.register_forward_pre_hook(BlockEntry(region), with_kwargs=True)
+    _partition_embedding(model, plan.vocabulary, region_of(mesh))
     head = model.get_output_embeddings()
-    new_head = _partitioned_linear(head, LinearCut(kind='column_gather', layout=plan.vocabulary), mesh)
+    new_head = _partitioned_linear(head, LinearCut(kind='column_gather', layout=plan.vocabulary), region_of(mesh))
     new_head.enters_region = True
     model.set_output_embeddings(new_head)
     model.tie_weights()

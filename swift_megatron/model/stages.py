@@ -8,9 +8,9 @@ from typing import Optional
 
 from ..mesh import ParallelMesh
 from ..pipeline_parallel.split import StageSplit, split_layers
-from ..pipeline_parallel.stage import AbsentModule, final_norm_name
-from ..sharding import RECORDS, record_parameters
+from ..sharding import RECORDS, record_parameters, spec_of
 from .accounting import matrix_elements
+from .decoder import AbsentModule, final_norm_name
 from .plan import REMEDY, PlanError, published_plan
 
 
@@ -65,6 +65,19 @@ def untie_stages(model: PreTrainedModel, mesh: ParallelMesh) -> dict[str, str]:
     record_parameters(model, rank=mesh.tensor_rank, size=mesh.tensor_parallel_size)
     model.tied_checkpoint_names = {f'{_module_name(model, head)}.weight': f'{_module_name(model, embedding)}.weight'}
     return model.tied_checkpoint_names
+
+
+def follow_embedding(model: nn.Module) -> Optional[bool]:
+    """Trains or freezes the head's copy of a tied embedding as the embedding is: in the unsharded model they are one
+    parameter, which has the embedding's name. Without this, end stages would wait for each other's gradients.
+
+    Returns:
+        Whether both are trained, if that changed the head's copy; None if not, or without a tie between stages.
+    """
+    ties = {spec_of(parameter).tie: parameter for parameter in model.parameters()}
+    if 'copy' not in ties or ties['copy'].requires_grad == ties['source'].requires_grad:
+        return None
+    return ties['copy'].requires_grad_(ties['source'].requires_grad).requires_grad
 
 
 def tied_aliases(model: PreTrainedModel) -> dict[str, str]:

@@ -6,7 +6,7 @@ same order.
 """
 import torch
 import torch.distributed as dist
-from typing import Iterable, Iterator
+from typing import Iterable, Iterator, Optional
 
 from ..mesh import ParallelMesh
 from ..sharding import spec_of
@@ -76,16 +76,26 @@ def average_over_replicas(parameters: Iterable[torch.nn.Parameter], mesh: Parall
     _all_reduce(gradients, mesh.data_group)
 
 
-def gradient_norm(parameters: Iterable[torch.nn.Parameter], mesh: ParallelMesh) -> torch.Tensor:
-    """L2 norm of the whole model's gradient, each element once, the same number on all ranks. Shape ()."""
-    parameters = _with_gradients(parameters)
-    views = [view for p in parameters for view in spec_of(p).owned(p.grad) if view.numel()]
-    device = parameters[0].grad.device if parameters else torch.device('cpu')
-    total = torch.zeros((), dtype=torch.float32, device=device)
+def gradient_norm(parameters: Iterable[torch.nn.Parameter],
+                  mesh: ParallelMesh,
+                  device: Optional[torch.device] = None) -> torch.Tensor:
+    """L2 norm of the whole model's gradient, each element once, the same number on all ranks. Shape ().
+
+    Args:
+        parameters: This rank's, of which there may be none with a gradient (a frozen stage).
+        mesh: The process grid.
+        device: Where the groups' collectives run, which cannot be seen from no gradient; by default that of the first
+            gradient, or else of the first parameter.
+    """
+    parameters = list(parameters)
+    gradients = _with_gradients(parameters)
+    views = [view for p in gradients for view in spec_of(p).owned(p.grad) if view.numel()]
+    if device is None:
+        device = next((p.device for p in [*gradients, *parameters]), torch.device('cpu'))
+    total = torch.zeros((), dtype=torch.float64, device=device)
     if views:
         norms = torch._foreach_norm(views, 2, dtype=torch.promote_types(views[0].dtype, torch.float32))
-        total = torch.stack([norm.to(device) for norm in norms]).square().sum()
-    total = total.to(torch.float64)
+        total = torch.stack([norm.to(device) for norm in norms]).double().square().sum()
     for group in (mesh.tensor_group, mesh.pipeline_group):
         if group is not None:
             dist.all_reduce(total, group=group)

@@ -5,14 +5,12 @@ a schedule cannot take (fewer than stages, or no multiple of its rounds: the end
 which computes the same numbers.
 """
 import torch
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleLoopedBFS
-from transformers import PreTrainedModel
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Sequence
 
 from ..mesh import ParallelMesh
-from .split import StageSplit
-from .stage import HiddenStateStage, StageChunk, decoder_view
+from .stage import HiddenStateStage, StageChunk, StageForward
 
 LossFunction = Callable[[torch.Tensor, int], torch.Tensor]
 
@@ -30,57 +28,60 @@ def _schedule(kind: str, stages: list[HiddenStateStage], num_micro_batches: int,
     return ScheduleGPipe(stages[0], **common)
 
 
-def run_micro_batches(lm: PreTrainedModel,
-                      batches: list[dict[str, Any]],
-                      loss_fn: LossFunction,
-                      *,
-                      split: StageSplit,
-                      mesh: ParallelMesh,
-                      kind: str = '1f1b',
-                      backward: bool = True,
-                      autocast: Callable[[], AbstractContextManager] = nullcontext) -> list[torch.Tensor]:
+def run_stages(computes: dict[int, StageForward],
+               loss_fn: LossFunction,
+               *,
+               shapes: Sequence[tuple[int, int, int]],
+               dtype: torch.dtype,
+               device: torch.device,
+               num_stages: int,
+               mesh: ParallelMesh,
+               kind: str = '1f1b',
+               backward: bool = True) -> list[torch.Tensor]:
     """Forward, and backward if asked for, of some micro-batches; gradients add up in the parameters.
 
     Args:
-        lm: This rank's part of the causal LM.
-        batches: The micro-batches: `input_ids` (B, S) and what else the decoder takes, on this rank's device. Every
-            rank of a replica holds the same ones; their shapes may differ.
-        loss_fn: (hidden states (B, S, H) after the final norm, number of the micro-batch) -> loss to differentiate;
-            called on the last stage only.
-        split: The layers of each stage.
+        computes: What each stage of this rank computes, by its number.
+        loss_fn: (hidden states (B, S, H), number of the micro-batch) -> loss to differentiate; called on the last stage
+            only.
+        shapes: (B, S, H) of each micro-batch.
+        dtype: Of the hidden states that pass between stages.
+        device: Where they lie.
+        num_stages: All stages, p v.
         mesh: The process grid.
         kind: '1f1b', 'gpipe' or 'interleaved_1f1b'.
         backward: Whether to run the backward pass.
-        autocast: Makes the context of every forward pass.
 
     Returns:
         The losses, detached, on the ranks of the last stage; an empty list on the others.
     """
-    device = batches[0]['input_ids'].device
-    shapes = [(*batch['input_ids'].shape, lm.config.hidden_size) for batch in batches]
     stages = [
         HiddenStateStage(
-            StageChunk(decoder_view(lm, split, stage), batches, stage == 0, autocast),
+            StageChunk(compute, dtype if stage < num_stages - 1 else None),
             stage,
-            split.num_stages,
+            num_stages,
             device,
             mesh.pipeline_group,
             shapes=shapes,
-            dtype=lm.dtype) for stage in split.stages_of(mesh.pipeline_rank)
+            dtype=dtype) for stage, compute in computes.items()
     ]
-    schedule = _schedule(kind if backward else 'gpipe', stages, len(batches),
-                         lambda hidden, index: loss_fn(hidden, int(index)))
+
+    def loss_of(hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        loss = loss_fn(hidden, int(index))
+        return loss.clone() if loss._is_view() else loss  # a view could not be detached in place
+
+    schedule = _schedule(kind if backward else 'gpipe', stages, len(shapes), loss_of)
     schedule._has_backward = backward
     for stage in stages:
         stage.has_backward = backward
     losses: Optional[list[torch.Tensor]] = [] if stages[-1].is_last else None
     with nullcontext() if backward else torch.no_grad():
         schedule._step_microbatches(
-            arg_mbs=[()] * len(batches),
+            arg_mbs=[()] * len(shapes),
             kwarg_mbs=[{
                 'index': i
-            } for i in range(len(batches))],
-            target_mbs=[torch.tensor(i) for i in range(len(batches))],
+            } for i in range(len(shapes))],
+            target_mbs=[torch.tensor(i) for i in range(len(shapes))],
             losses=losses,
             return_outputs=False)
     return [loss.detach() for loss in losses or []]

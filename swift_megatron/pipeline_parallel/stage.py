@@ -1,121 +1,36 @@
-"""Stages made of a Hugging Face decoder: views that share its modules, and what torch.distributed.pipelining runs.
+"""What torch.distributed.pipelining runs: stages that pass hidden states, each micro-batch with a length of its own.
 
-A rank's model is one module tree with the layers' own numbers, so that names, adapters and files are those of the whole
-model. A stage is a view of the decoder with its own layers, entered through `inputs_embeds` and left before the final
-norm unless it is the last. Only hidden states travel; masks and positions come from each rank's own copy of the batch.
+A stage knows tensors and a function; which model it is a part of is known to `model/micro_batches.py`.
 
 B batch, S sequence (each micro-batch has its own), H hidden.
 """
-import copy
 import torch
 import torch.distributed as dist
-from contextlib import AbstractContextManager
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import extract_tensor_meta
 from torch.distributed.pipelining.stage import _RecvInfo
-from transformers import PreTrainedModel
 from typing import Any, Callable, Optional
 
-from .split import StageSplit
-
-DECODER_INPUTS = ('input_ids', 'attention_mask', 'position_ids', 'token_type_ids', 'cu_seq_lens_q', 'cu_seq_lens_k',
-                  'max_length_q', 'max_length_k')
-NEUTRAL = {
-    'embedding_multiplier': 1.,
-    'embedding_dropout': 0.
-}  # what a decoder does to embeddings, not again on later stages
-
-
-class StageError(ValueError):
-    """An architecture that cannot be cut into stages; the message names the reason."""
-
-
-class AbsentModule(nn.Module):
-    """Stands where another stage has the embedding, the final norm or the head."""
-
-    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        raise AssertionError('this module lies on another pipeline stage')
-
-
-def final_norm_name(lm: PreTrainedModel) -> str:
-    """Name of what follows the layers in the decoder, from the published pipeline plan.
-
-    Raises:
-        StageError: if the architecture publishes no plan of the usual form.
-    """
-    plan = getattr(lm.config, 'base_model_pp_plan', None) or {}
-    after = list(plan)[list(plan).index('layers') + 1:] if 'layers' in plan else []
-    if len(after) != 1 or plan['layers'][1] != ['hidden_states'] or 'hidden_states' not in plan['layers'][0]:
-        raise StageError(
-            f'{type(lm).__name__} publishes no pipeline plan in which only hidden states pass between layers, so '
-            'it cannot be cut into stages: use --pipeline_parallel_size 1')
-    return after[0]
-
-
-def decoder_view(lm: PreTrainedModel, split: StageSplit, stage: int) -> PreTrainedModel:
-    """The decoder with the layers of one stage alone; shares all modules."""
-    decoder = getattr(lm, lm.base_model_prefix)
-    view = copy.copy(decoder)
-    layers = nn.ModuleList()
-    layers._modules = {str(i): decoder.layers._modules[str(i)] for i in split.layers(stage)}
-    view._modules = {**decoder._modules, 'layers': layers}
-    if stage < split.num_stages - 1:
-        view._modules[final_norm_name(lm)] = nn.Identity()
-    view.config = copy.copy(decoder.config)
-    view.config.num_hidden_layers = len(layers)
-    if getattr(decoder.config, 'layer_types', None) is not None:
-        view.config.layer_types = [decoder.config.layer_types[i] for i in split.layers(stage)]
-    if stage > 0:
-        for name, value in NEUTRAL.items():
-            if hasattr(decoder, name):
-                setattr(view, name, value)
-    return view
-
-
-def check_passes_hidden_states(lm: PreTrainedModel, split: StageSplit) -> None:
-    """Runs a later stage without layers on a probe: it has to return what it is given.
-
-    Raises:
-        StageError: if the decoder changes hidden states on entry (a scale in its forward, as in some architectures).
-    """
-    decoder = getattr(lm, lm.base_model_prefix)
-    view = decoder_view(lm, StageSplit(bounds=(0, 0, split.num_layers, split.num_layers), num_ranks=3), 1)
-    view._modules['layers'] = nn.ModuleList()
-    view.config.num_hidden_layers, view.config.layer_types = 0, []
-    device = next(p.device for p in decoder.parameters() if not p.is_meta)
-    probe = torch.linspace(-2., 3., 64 * lm.config.hidden_size, device=device, dtype=lm.dtype).view(1, 64, -1)
-    view.training = True
-    with torch.no_grad():
-        returned = view(inputs_embeds=probe.clone(), use_cache=False).last_hidden_state
-    if not torch.equal(returned, probe):
-        raise StageError(
-            f'{type(lm).__name__} changes hidden states before its first layer, so it cannot be cut into stages: '
-            'use --pipeline_parallel_size 1')
+# (number of the micro-batch, hidden states (B, S, H) or None on the first stage) -> hidden states (B, S, H)
+StageForward = Callable[[int, Optional[torch.Tensor]], torch.Tensor]
 
 
 class StageChunk(nn.Module):
-    """One stage's computation on one micro-batch. Hidden states (B, S, H) in and out; the first stage takes token ids.
+    """One stage's computation on one micro-batch.
 
     Args:
-        view: The decoder view of the stage.
-        batches: The micro-batches, as this rank holds them.
-        autocast: Makes the context in which the forward pass runs.
+        compute: From the hidden states that arrive to those that leave.
+        dtype: Of the hidden states that leave for another stage, whose buffers have it; None on the last stage.
     """
 
-    def __init__(self, view: PreTrainedModel, batches: list[dict[str, Any]], is_first: bool,
-                 autocast: Callable[[], AbstractContextManager]) -> None:
+    def __init__(self, compute: StageForward, dtype: Optional[torch.dtype]) -> None:
         super().__init__()
-        self.__dict__['view'] = view  # not registered: parameters belong to the rank's model
-        self.batches, self.is_first, self.autocast = batches, is_first, autocast
+        self.compute, self.dtype = compute, dtype
 
     def forward(self, *hidden: torch.Tensor, index: int) -> torch.Tensor:
-        batch = {key: value for key, value in self.batches[index].items() if key in DECODER_INPUTS}
-        if not self.is_first:
-            batch.pop('input_ids')
-            batch['inputs_embeds'], = hidden
-        with self.autocast():
-            return self.view(**batch, use_cache=False).last_hidden_state
+        computed = self.compute(index, hidden[0] if hidden else None)
+        return computed if self.dtype is None else computed.to(self.dtype)
 
 
 class HiddenStateStage(PipelineStage):
@@ -179,9 +94,11 @@ class HiddenStateStage(PipelineStage):
             self._release(self.args_recv_info, fwd_chunk_id)
         return output
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Optional[torch.Tensor] = None, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss=loss, **kwargs)
         if self.has_backward:
+            if loss is not None:  # the schedule keeps it to the end of the step, and with it all that it came from
+                loss.detach_()
             self._release(self.args_recv_info, bwd_chunk_id)
             self._release(self.grad_recv_info, bwd_chunk_id)
 

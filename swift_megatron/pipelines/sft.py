@@ -2,6 +2,7 @@
 import os
 import torch
 import torch.distributed as dist
+from datetime import timedelta
 from peft import PeftModel
 from swift.pipelines.train.pretrain import SwiftPretrain
 from swift.pipelines.train.sft import SwiftSft
@@ -9,15 +10,18 @@ from swift.pipelines.train.tuner import get_modules_to_save, get_target_modules
 from swift.tuners import LoraConfig
 from swift.utils import HfConfigFactory, get_current_device, get_logger, seed_everything
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from typing import Any, Optional, Union
 
 from ..arguments import PretrainConfig, TrainerConfig, own_trainer_classes, parse_arguments
+from ..checkpoint.layout import split_fault
+from ..config import ConfigError
 from ..lora.inject import add_lora, load_lora
 from ..mesh import ParallelMesh
 from ..model.accounting import owned_elements, unlike_one_card
 from ..model.build import build_model
-from ..model.stages import keep_own_stages
+from ..model.precision import agreed_precision
+from ..model.stages import follow_embedding, keep_own_stages, split_model
 from ..quantization.base import QuantizationConfig
 from ..sharding import record_parameters
 from .report import layout_report, memory_report
@@ -29,6 +33,7 @@ def load_partitioned(config: TrainerConfig, mesh: ParallelMesh) -> tuple[PreTrai
     """This rank's part of the model that the config names, with ms-swift's attributes, and the processor."""
     _, processor = config.get_model_processor(load_model=False, download_model=True)
     model_info = processor.model_info
+    check_resumed_split(config, model_info.config, mesh)
     model = build_model(
         model_info.config,
         mesh,
@@ -53,6 +58,24 @@ def load_partitioned(config: TrainerConfig, mesh: ParallelMesh) -> tuple[PreTrai
     return model, processor
 
 
+def check_resumed_split(config: TrainerConfig, model_config: PretrainedConfig, mesh: ParallelMesh) -> None:
+    """Whether balanced stages are those that the resumed optimizer states belong to; stages by hand are checked with
+    the arguments.
+
+    Raises:
+        ConfigError: if they are not, with both splits.
+    """
+    by_hand = config.pipeline_layers is not None or config.pipeline_parallel_size == 1
+    if not config.resume_from_checkpoint or config.resume_only_model or by_hand:
+        return
+    with torch.device('meta'):
+        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=True)
+    split = split_model(model, mesh, config.virtual_pipeline_size, None)
+    faults = split_fault(config.resume_from_checkpoint, split)
+    if faults:
+        raise ConfigError(faults)
+
+
 def quantization_config(config: TrainerConfig) -> Optional[QuantizationConfig]:
     """How frozen linears are stored; None for dense ones."""
     if config.quant_method is None:
@@ -68,7 +91,7 @@ def create_mesh(config: TrainerConfig) -> ParallelMesh:
     return ParallelMesh.create(
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
-        device_type='cuda' if torch.cuda.is_available() else 'cpu')
+        timeout=timedelta(seconds=config.ddp_timeout))
 
 
 def lora_config(config: TrainerConfig, model: PreTrainedModel) -> LoraConfig:
@@ -113,6 +136,13 @@ def count_parameters(model: nn.Module, mesh: ParallelMesh) -> tuple[int, int]:
     return total, trainable
 
 
+def autocast_dtype(trainer: Any) -> Optional[torch.dtype]:
+    """What accelerate casts products to; None where it does not."""
+    device = trainer.args.device.type
+    with trainer.accelerator.autocast():
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 class PartitionedPipeline:
     """What the pipelines of this package share; mixed in before ms-swift's."""
     mesh: ParallelMesh
@@ -134,6 +164,10 @@ class PartitionedPipeline:
             model = with_adapters(args, model, self.mesh)
         else:
             model = super().prepare_model(args, model, **kwargs)
+        trained = follow_embedding(model)
+        if trained is not None:
+            logger.info(f"The head is the token embedding in this model, and is {'trained' if trained else 'frozen'} with "
+                        'it: the embedding\'s name decides.')
         keep_own_stages(model, self.mesh)
         record_parameters(model, rank=self.mesh.tensor_rank, size=self.mesh.tensor_parallel_size)
         return model
@@ -147,7 +181,8 @@ class PartitionedPipeline:
             f'{type(self.model).__name__}: {total / 1e6:.4f}M Params ({trainable / 1e6:.4f}M Trainable '
             f'[{100 * trainable / total:.4f}%]), over {self.mesh.model_parallel_size} processes.')
         logger.info(f"whole model: {self.train_msg['model_parameter_info']}")
-        for line in layout_report(self.args, self.model, self.mesh, trainer.train_dataset):
+        precision = agreed_precision(self.model, self.mesh, autocast_dtype(trainer))
+        for line in [*layout_report(self.args, self.model, self.mesh, trainer.train_dataset), precision.describe()]:
             logger.info(line)
         result = super().train(trainer)
         for line in memory_report(self.model, trainer.optimizer, self.mesh):

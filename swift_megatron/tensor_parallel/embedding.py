@@ -10,7 +10,7 @@ from typing import Optional
 
 from ..mesh import ParallelMesh
 from ..sharding import Layout, set_records
-from .regions import reduce_from_tensor_parallel_region
+from .boundary import Region
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -23,6 +23,7 @@ class VocabParallelEmbedding(nn.Embedding):
         mesh: The process grid.
         padding_idx: Token whose row gets no gradient, as in torch.nn.Embedding.
         scale: Factor on the result (gemma); a tensor so that its rounding is the model's own.
+        region: What its result leaves; one of its own if None.
     """
 
     def __init__(self,
@@ -33,10 +34,11 @@ class VocabParallelEmbedding(nn.Embedding):
                  *,
                  padding_idx: Optional[int] = None,
                  scale: Optional[torch.Tensor] = None,
+                 region: Optional[Region] = None,
                  device: Optional[torch.device] = None,
                  dtype: Optional[torch.dtype] = None) -> None:
         nn.Module.__init__(self)  # not nn.Embedding's: that one fills the table with random numbers
-        self.mesh, self.layout = mesh, layout
+        self.mesh, self.layout, self.region = mesh, layout, region or Region(mesh)
         self.global_num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         (self.first, last), = layout[mesh.tensor_rank]
         self.num_embeddings = last - self.first
@@ -63,15 +65,15 @@ class VocabParallelEmbedding(nn.Embedding):
         rows = F.embedding(local, table, self.padding_idx)
         return rows * own.unsqueeze(-1).to(rows.dtype)
 
-    def finish(self, partial: torch.Tensor) -> torch.Tensor:
+    def leave(self, partial: torch.Tensor) -> torch.Tensor:
         """The one all-reduce. (B, S, H) partial sums -> (B, S, H)"""
-        return reduce_from_tensor_parallel_region(partial, self.mesh)
+        return self.region.leave(partial)
 
     def scaled(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.finish(self.scaled(self.lookup(self.weight, ids)))
+        return self.leave(self.scaled(self.lookup(self.weight, ids)))
 
     def extra_repr(self) -> str:
         return f'{self.num_embeddings}/{self.global_num_embeddings}, {self.embedding_dim}'

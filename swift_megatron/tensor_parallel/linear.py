@@ -3,8 +3,8 @@
     column: Y = X W^T + b with the output cut: rank i computes Y_i = X W_i^T + b_i
     row:    Y = X W^T + b with the input cut:  Y = sum_i X_i W_i^T + b
 
-The region is entered once by the block around the column-parallel layers, not by each of them, see
-`model/partition.py`; a layer that stands alone (the output head) enters it itself.
+The region is entered once by the block around the column-parallel layers, not by each of them (`boundary.py`); a layer
+that stands alone (the output head) enters it itself.
 `in_features` and `out_features` are this rank's, the global sizes are in `global_in_features` and
 `global_out_features`.
 
@@ -17,8 +17,7 @@ from typing import Optional
 from ..mesh import ParallelMesh
 from ..quantization.base import QuantizationConfig, product, quantize
 from ..sharding import RECORDS, Layout, ShardSpec, set_records
-from .regions import (copy_to_tensor_parallel_region, gather_from_tensor_parallel_region,
-                      reduce_from_tensor_parallel_region, scatter_to_tensor_parallel_region)
+from .boundary import Region
 
 
 class PartitionedLinear(nn.Linear):
@@ -30,6 +29,7 @@ class PartitionedLinear(nn.Linear):
         layout: Which part of the cut dimension each rank holds.
         mesh: The process grid.
         bias: Whether the layer has a bias.
+        region: The block's; one of the layer's own if None.
     """
     cut_axis: int  # of the weight (O, I)
 
@@ -40,10 +40,11 @@ class PartitionedLinear(nn.Linear):
                  mesh: ParallelMesh,
                  *,
                  bias: bool = False,
+                 region: Optional[Region] = None,
                  device: Optional[torch.device] = None,
                  dtype: Optional[torch.dtype] = None) -> None:
         nn.Module.__init__(self)  # a Linear to PEFT, but nothing of its construction: no whole weight is ever made
-        self.mesh, self.layout = mesh, layout
+        self.mesh, self.layout, self.region = mesh, layout, region or Region(mesh)
         self.global_in_features, self.global_out_features = in_features, out_features
         weight = mesh.spec((out_features, in_features), axis=self.cut_axis, layout=layout, partial=True)
         self.out_features, self.in_features = weight.local_shape
@@ -88,20 +89,20 @@ class ColumnParallelLinear(PartitionedLinear):
     def _bias_spec(self) -> ShardSpec:
         return self.mesh.spec((self.global_out_features, ), axis=0, layout=self.layout, partial=True)
 
-    def start(self, x: torch.Tensor) -> torch.Tensor:
-        """The input as the products take it: with `enters_region` its gradient is summed over the ranks."""
-        return copy_to_tensor_parallel_region(x, self.mesh) if self.enters_region else x
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """The input as the products take it: a layer that `enters_region` itself does it here."""
+        return self.region.enter(x) if self.enters_region else x
 
     def local_output(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of the output. (B, S, I) -> (B, S, O/T)"""
         return product(x, self.weight, self.bias)
 
-    def finish(self, y: torch.Tensor) -> torch.Tensor:
+    def leave(self, y: torch.Tensor) -> torch.Tensor:
         """What follows once all contributions are in `y`. (B, S, O/T) -> (B, S, O/T or O)"""
-        return gather_from_tensor_parallel_region(y, self.layout, self.mesh) if self.gather_output else y
+        return self.region.gather(y, self.layout) if self.gather_output else y
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.finish(self.local_output(self.start(x)))
+        return self.leave(self.local_output(self.enter(x)))
 
 
 class RowParallelLinear(PartitionedLinear):
@@ -115,14 +116,14 @@ class RowParallelLinear(PartitionedLinear):
     def _bias_spec(self) -> ShardSpec:
         return self.mesh.spec((self.global_out_features, ))
 
-    def start(self, x: torch.Tensor) -> torch.Tensor:
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of the input. (B, S, I/T or I) -> (B, S, I/T)"""
-        return scatter_to_tensor_parallel_region(x, self.layout, self.mesh) if self.split_input else x
+        return self.region.scatter(x, self.layout) if self.split_input else x
 
-    def finish(self, partial: torch.Tensor) -> torch.Tensor:
+    def leave(self, partial: torch.Tensor) -> torch.Tensor:
         """The one all-reduce, and the bias once. (B, S, O) partial sums -> (B, S, O)"""
-        y = reduce_from_tensor_parallel_region(partial, self.mesh)
+        y = self.region.leave(partial)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.finish(self.product(self.start(x)))
+        return self.leave(self.product(self.enter(x)))

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..mesh import ParallelMesh
 from ..sharding import Layout, set_records
-from .regions import reduce_within_tensor_parallel_region
+from .boundary import Region
 
 
 class ProjectionRMSNorm(nn.Module):
@@ -29,10 +29,11 @@ class ProjectionRMSNorm(nn.Module):
                  mesh: ParallelMesh,
                  *,
                  eps: float,
+                 region: Region | None = None,
                  device: torch.device | None = None,
                  dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.mesh, self.size, self.eps = mesh, size, eps
+        self.region, self.size, self.eps = region or Region(mesh), size, eps
         spec = mesh.spec((size, ), axis=0, layout=layout, partial=True)
         self.weight = nn.Parameter(torch.empty(spec.local_shape, device=device, dtype=dtype))
         set_records(self, {'weight': spec})
@@ -48,5 +49,5 @@ class ProjectionRMSNorm(nn.Module):
         squares = x.square()
         if self.counted is not None:
             squares = squares * self.counted.to(x)
-        total = reduce_within_tensor_parallel_region(squares.sum(-1, keepdim=True), self.mesh)  # (B, S, 1)
+        total = self.region.total(squares.sum(-1, keepdim=True))  # (B, S, 1)
         return (self.weight * (x * torch.rsqrt(total / self.size + self.eps))).to(dtype)

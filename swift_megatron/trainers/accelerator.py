@@ -3,9 +3,11 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
-from typing import Any
+from torch.utils.data import DataLoader
+from typing import Any, Optional
 
 from ..mesh import ParallelMesh
+from .evaluation import ReplicaEvaluationLoader
 
 
 class ReplicaAccelerator(Accelerator):
@@ -27,6 +29,13 @@ class ReplicaAccelerator(Accelerator):
     @property
     def process_index(self) -> int:
         return self.mesh.data_rank
+
+    def prepare_data_loader(self,
+                            data_loader: DataLoader,
+                            device_placement: Optional[bool] = None,
+                            slice_fn_for_dispatch: Any = None) -> ReplicaEvaluationLoader:
+        """Evaluation's; those for training are the trainer's own."""
+        return ReplicaEvaluationLoader(data_loader, self.mesh, self.device)
 
     def gather(self, tensor: Any) -> Any:
         """Concatenates tensors (in any nesting) over the replicas, in replica order."""

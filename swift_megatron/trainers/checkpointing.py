@@ -1,32 +1,36 @@
 """How a trainer writes and reads checkpoints when a model is spread over processes.
 
-Every process takes part, process 0 writes what plain ms-swift writes; optimizer states lie as the ranks hold them. A
-folder gets its name when it is complete.
+Every process takes part in a checkpoint. Process 0 writes what plain ms-swift writes, weights among it; each rank adds
+the states that only it has. A folder gets its name when it is complete. Nodes may have disks of their own: each has the
+files of its ranks, and one process of each disk writes what all ranks of it read when they resume.
+
+ms-swift and transformers run some things on process 0 alone: the upload to a hub, the model card, logging.jsonl and
+plots, `last-checkpoint`, callbacks that write. None of them may gather weights, because no other process takes part:
+what is uploaded is written by all at the end of `train`.
 """
-import numpy as np
 import os
-import random
-import shutil
 import torch
 import torch.distributed as dist
 import warnings
 from peft import PeftModel
-from swift.utils import get_logger
+from swift.utils import get_logger, update_last_checkpoint_symlink
 from torch import nn
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
 from typing import Any, Optional
 
+from ..checkpoint.adapter import save_adapter
+from ..checkpoint.atomic import AtomicFolder, clean, rotate, sync
 from ..checkpoint.full import save_full_model
-from ..checkpoint.gather import gather_from_stages, gather_whole
 from ..checkpoint.layout import optimizer_file, write_layout
-from ..lora.inject import reload_lora
+from ..checkpoint.rng import load_random_state, random_state_file, save_random_state
+from ..config import ConfigError
+from ..lora.state import load_tensors
 from ..mesh import ParallelMesh
+from ..model.language_modeling import causal_lm
 from ..model.loading import load_slices
 from ..model.stages import tied_aliases
-from ..sharding import spec_of
-from .data import is_reader
 
 logger = get_logger()
 
@@ -34,47 +38,40 @@ logger = get_logger()
 class CheckpointMixin:
     """Saving and resuming; part of `ParallelTrainerMixin`."""
     mesh: ParallelMesh
+    _disks_told = False
 
-    def _adapter_state(self) -> dict[str, torch.Tensor]:
-        """On process 0, whole tensors of all that is trained, and of an embedding that PEFT stores with its adapter."""
-        state = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if parameter.requires_grad or 'lora_' in name or '.modules_to_save.' in name or self._is_adapted_embedding(
-                    name):
-                whole = gather_whole(parameter, spec_of(parameter), self.mesh)
-                if whole is not None:
-                    state[name] = whole
-        return gather_from_stages(state, self.mesh) if self.mesh.tensor_rank == 0 else state
-
-    def _is_adapted_embedding(self, name: str) -> bool:
-        """PEFT writes the base weight of an embedding or head with adapters into the adapter's file."""
-        stem = name.removesuffix('.base_layer.weight')
-        if stem == name:
-            return False
-        layer = self.model.get_submodule(stem)
-        return layer in (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; what ms-swift uploads afterwards, on process 0 alone, lies in output_dir then."""
+        output = super().train(*args, **kwargs)
+        if self.args.push_to_hub:
+            self.save_model(self.args.output_dir, _internal_call=True)
+        return output
 
     def save_model(self, output_dir: Optional[str] = None, _internal_call: bool = False) -> None:
-        """Every process takes part, process 0 writes: a PEFT adapter, or a Hugging Face checkpoint."""
+        """Every process takes part, process 0 writes: a PEFT adapter, or a Hugging Face checkpoint.
+
+        The Trainer's `push_to_hub`, which runs on process 0 alone, calls it internally without a directory: nothing is
+        gathered then.
+        """
+        if _internal_call and output_dir is None:
+            return
         output_dir = output_dir or self.args.output_dir
-        if self.args.should_save:
+        if self.mesh.rank == 0:
             os.makedirs(output_dir, exist_ok=True)
-        state = {}
         if self.mesh.data_rank > 0:  # replicas are alike: the first one writes
             return
         if isinstance(self.model, PeftModel):
-            state = self._adapter_state()
+            save_adapter(self.model, output_dir, self.mesh)
         else:
             save_full_model(self.model, output_dir, self.mesh, max_shard_size=self.args.max_shard_size)
-        if self.args.should_save:
-            self._save(output_dir, state_dict=state)
+        if self.mesh.rank == 0:
+            self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message='Model save', revision=self.args.hub_revision)
 
     def _save_model(self, output_dir: Optional[str] = None, state_dict: Optional[dict] = None) -> None:
-        """On process 0 only. The weights of a full checkpoint are already written."""
+        """On process 0 only. Weights, and all files of an adapter, are already written."""
         if isinstance(self.model, PeftModel):
-            super()._save_model(output_dir, state_dict)
             return
         self.model.config.architectures = [type(self.model).__name__]
         self.model.config.save_pretrained(output_dir)
@@ -82,40 +79,67 @@ class CheckpointMixin:
             self.model.generation_config.save_pretrained(output_dir)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Writes into a folder of another name and renames it at the end: a crash leaves nothing that looks
-        complete.
-        """
+        """Writes beside the final folder and renames at the end: a crash leaves nothing that looks complete."""
         self.store_flos()
         run_dir = self._get_output_dir(trial=trial)
         final = os.path.join(run_dir, f'{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}')
-        staging = f'{final}.incomplete'
-        if self.args.should_save:
-            shutil.rmtree(staging, ignore_errors=True)
-            os.makedirs(staging)
-        self._barrier()
-        self.save_model(staging, _internal_call=True)
-        if not self.args.save_only_model:
-            self._save_optimizer_and_scheduler(staging)
-            self._save_scaler(staging)
-            self._save_rng_state(staging)
+        folder = AtomicFolder(final)
+        owner = self._begin(folder)
+        self.save_model(folder.staging, _internal_call=True)
         self._note_best_checkpoint(run_dir, final)
+        if not self.args.save_only_model:
+            self._save_states(folder.staging, owner)
         self._barrier()
-        if self.args.should_save:
-            self._save_trainer_state(staging)
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(staging, final)
+        if owner:
+            self._save_trainer_state(folder.staging)
+        if self.is_local_process_zero():
+            sync(folder.staging)
+        self._barrier()
+        if owner:
+            folder.publish()
         self._barrier()
         self.state.last_model_checkpoint = final
         logger.info(f'Saving model checkpoint to {final}')
-        self._update_last_checkpoint_symlink()
+        if owner:
+            update_last_checkpoint_symlink(final)
         if self.args.push_to_hub:
             self._push_from_checkpoint(final)
-        if self.args.should_save:
-            rotate_checkpoints(
-                output_dir=run_dir,
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True)
+        if owner and self.args.save_total_limit is not None:
+            best = self.state.best_model_checkpoint
+            rotate(
+                sort_checkpoints(run_dir, use_mtime=True),
+                self.args.save_total_limit,
+                keep=[final] if best is None else [final, best])
+
+    def _begin(self, folder: AtomicFolder) -> bool:
+        """Makes the folder once on each disk. Whether this process did: it then writes what all ranks of the disk read,
+        and names the folder. Process 0 does on its own disk.
+        """
+        owner = False
+        if self.is_local_process_zero():
+            clean(os.path.dirname(folder.path))
+        self._barrier()
+        if self.mesh.rank == 0:
+            owner = folder.begin()
+        self._barrier()
+        if self.is_local_process_zero() and self.mesh.rank > 0:
+            owner = folder.begin()
+        self._barrier()
+        self._tell_disks(owner)
+        return owner
+
+    def _tell_disks(self, owner: bool) -> None:
+        """Once in a run, where nodes have disks of their own: what has to be copied before resuming."""
+        if self._disks_told:
+            return
+        self._disks_told = True
+        disks = self._sum(int(owner))
+        if disks > 1:
+            logger.warning(
+                f'The nodes write to {disks} disks: each has the optimizer and random states of its own ranks, the '
+                'first one the weights as well. Before a run resumes from a checkpoint-N folder, or loads the best '
+                'one at its end, copy to the same folder on every node the files that it lacks (rsync -a '
+                '--ignore-existing), and keep the order of the nodes.')
 
     def _note_best_checkpoint(self, run_dir: str, final: str) -> None:
         if self.args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST) \
@@ -125,6 +149,7 @@ class CheckpointMixin:
                 self.state.best_model_checkpoint = best
 
     def _save_trainer_state(self, directory: str) -> None:
+        """The last file of a checkpoint."""
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
                 name, state = type(callback).__name__, callback.state()
@@ -134,33 +159,32 @@ class CheckpointMixin:
                     self.state.stateful_callbacks[name] = state
         self.state.save_to_json(os.path.join(directory, TRAINER_STATE_NAME))
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Optimizer states as the model-parallel ranks of replica 0 hold them, a file for each; the scheduler once."""
-        if self.mesh.data_rank == 0:
-            file = optimizer_file(self.mesh.tensor_rank, self.mesh.pipeline_rank)
-            torch.save(self.optimizer.state_dict(), os.path.join(output_dir, file))
-        if self.args.should_save:
-            write_layout(output_dir, self.args)
+    def _save_states(self, directory: str, owner: bool) -> None:
+        """What resuming needs beside the weights. Replicas have equal optimizer states, and tensor-parallel ranks equal
+        random states: one of them writes, the first one where it shares a disk with the others.
+        """
+        if owner:
+            write_layout(directory, self.mesh.tensor_parallel_size, causal_lm(self.model).stage_split)
             with warnings.catch_warnings():
                 warnings.simplefilter('ignore')
-                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+                torch.save(self.lr_scheduler.state_dict(), os.path.join(directory, SCHEDULER_NAME))
+            if self.accelerator.scaler is not None:
+                torch.save(self.accelerator.scaler.state_dict(), os.path.join(directory, SCALER_NAME))
+        mesh = self.mesh
+        optimizer = os.path.join(directory, optimizer_file(mesh.tensor_rank, mesh.pipeline_rank))
+        randomness = os.path.join(directory, random_state_file(mesh.pipeline_rank, mesh.data_rank))
+        if mesh.data_rank == 0:
+            self._save_optimizer(optimizer)
+        if mesh.tensor_rank == 0:
+            save_random_state(randomness)
+        self._barrier()
+        if _claim(optimizer):
+            self._save_optimizer(optimizer)
+        if _claim(randomness):
+            save_random_state(randomness)
 
-    def _rng_file(self, directory: str) -> str:
-        suffix = f'_{self.mesh.data_rank}' if self.mesh.data_parallel_size > 1 else ''
-        return os.path.join(directory, f'rng_state{suffix}.pth')
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """One state for each replica: its ranks draw in step."""
-        if not is_reader(self.mesh):
-            return
-        states = {'python': random.getstate(), 'numpy': np.random.get_state(), 'cpu': torch.random.get_rng_state()}
-        if torch.cuda.is_available():
-            states['cuda'] = torch.cuda.get_rng_state()
-        torch.save(states, self._rng_file(output_dir))
-
-    def _barrier(self) -> None:
-        if dist.is_initialized():
-            dist.barrier()
+    def _save_optimizer(self, path: str) -> None:
+        torch.save(self.optimizer.state_dict(), path)
 
     # ---- Resuming ----
 
@@ -168,7 +192,7 @@ class CheckpointMixin:
         model = model or self.model
         logger.info(f'Loading model from {resume_from_checkpoint}.')
         if isinstance(model, PeftModel):
-            reload_lora(model, resume_from_checkpoint)
+            load_tensors(model, resume_from_checkpoint)
         else:
             load_slices(model, resume_from_checkpoint, self.args.device, aliases=tied_aliases(model))
 
@@ -180,22 +204,44 @@ class CheckpointMixin:
         if checkpoint is None or self.args.resume_only_model:
             return
         file = os.path.join(checkpoint, optimizer_file(self.mesh.tensor_rank, self.mesh.pipeline_rank))
+        for path in (file, os.path.join(checkpoint, SCHEDULER_NAME)):
+            if not os.path.isfile(path):
+                raise ConfigError([
+                    f"rank {self.mesh.rank} finds no '{path}': the checkpoint is not complete on this node; copy to it "
+                    'the files that other nodes have, or give another checkpoint folder'
+                ])
         self.optimizer.load_state_dict(torch.load(file, map_location='cpu', weights_only=True))
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _load_rng_state(self, checkpoint: Optional[str]) -> None:
         if checkpoint is None or self.args.resume_only_model:
             return
-        file = self._rng_file(checkpoint)
-        if not os.path.isfile(file):
-            logger.info(f'{file} does not exist: dropout masks differ from those of an uninterrupted run.')
-            return
-        with torch.serialization.safe_globals(
-            [np._core.multiarray._reconstruct, np.ndarray, np.dtype,
-             type(np.dtype(np.uint32))]):
-            states = torch.load(file, weights_only=True)
-        random.setstate(states['python'])
-        np.random.set_state(states['numpy'])
-        torch.random.set_rng_state(states['cpu'])
-        if 'cuda' in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(states['cuda'])
+        file = random_state_file(self.mesh.pipeline_rank, self.mesh.data_rank)
+        lacking = self._sum(int(not load_random_state(os.path.join(checkpoint, file))))
+        if lacking:
+            logger.info(f'{lacking} of {self.mesh.world_size} ranks find no random state in {checkpoint} (it was '
+                        'written with fewer replicas, or lies on another node): their dropout masks differ from those '
+                        'of an uninterrupted run.')
+
+    # ---- Agreement ----
+
+    def _barrier(self) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+
+    def _sum(self, number: int) -> int:
+        """Of one number of each process. Every process has to call it."""
+        if not dist.is_initialized():
+            return number
+        total = torch.tensor(number, device=self.args.device)
+        dist.all_reduce(total)
+        return int(total)
+
+
+def _claim(path: str) -> bool:
+    """Makes an empty file; False if this process' disk has it already."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return False
+    return True

@@ -9,6 +9,7 @@ from swift.dataloader import BatchSamplerShard, DataLoaderDispatcher, DataLoader
 from swift.utils import to_device
 from typing import Any, Iterator, Optional
 
+from ..checkpoint.rng import generator_states, set_generator_states
 from ..mesh import ParallelMesh
 
 
@@ -24,6 +25,15 @@ def broadcast_in_replica(value: Any, mesh: ParallelMesh) -> Any:
 def is_reader(mesh: ParallelMesh) -> bool:
     """Whether this is the first rank of its replica."""
     return mesh.tensor_rank == 0 and mesh.pipeline_rank == 0
+
+
+def no_samples() -> dict[str, torch.Tensor]:
+    """A batch that only holds a place: nothing is computed from it, and it has no label token to count."""
+    return {name: torch.empty(0, 0, dtype=torch.long) for name in ('input_ids', 'labels')}
+
+
+def holds_samples(batch: dict[str, Any]) -> bool:
+    return batch['input_ids'].numel() > 0
 
 
 class ReplicaBatchSampler(BatchSamplerShard):
@@ -68,12 +78,24 @@ class ReplicaDataLoader(DataLoaderDispatcher):
     """Iterates a loader on the reader and hands every batch to the other ranks of the replica.
 
     A DataLoaderDispatcher by type, so that ms-swift's resuming recognises it.
+
+    Args:
+        loader: The replica's batches.
+        mesh: The process grid.
+        device: Where batches go.
+        step: Micro-batches of an optimizer step, for data without length. The Trainer takes a step whenever it has seen
+            so many in a pass over the data, and when the pass ends at a number of batches that it knew before. Without
+            one, the gradients and losses of what is left at the end would go into the first step of the next pass: so
+            the last step is filled up with batches of no samples.
     """
 
-    def __init__(self, loader: DataLoaderShard | DataLoaderDispatcher, mesh: ParallelMesh,
-                 device: torch.device) -> None:
+    def __init__(self,
+                 loader: DataLoaderShard | DataLoaderDispatcher,
+                 mesh: ParallelMesh,
+                 device: torch.device,
+                 step: int = 1) -> None:
         super().__init__(loader, device)
-        self.loader, self.mesh = loader, mesh
+        self.loader, self.mesh, self.step = loader, mesh, step
 
     @property
     def dataset(self) -> Any:
@@ -90,6 +112,14 @@ class ReplicaDataLoader(DataLoaderDispatcher):
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
+        count = 0
+        for batch in self._batches():
+            yield batch
+            count += 1
+        for _ in range(-count % self.step):
+            yield to_device(no_samples(), self.device)
+
+    def _batches(self) -> Iterator[Any]:
         if self.mesh.model_parallel_size == 1:
             yield from self.loader
             return
@@ -98,10 +128,10 @@ class ReplicaDataLoader(DataLoaderDispatcher):
             message = None
             if batches is not None:
                 batch = next(batches, None)
-                message = (batch, torch.get_rng_state())
+                message = (batch, generator_states())
             batch, random_state = broadcast_in_replica(message, self.mesh)
             if batch is None:
                 return
             if self.mesh.pipeline_rank == 0:  # later stages have a stream of their own
-                torch.set_rng_state(random_state)
+                set_generator_states(random_state)
             yield to_device(batch, self.device)

@@ -8,18 +8,20 @@ import torch.distributed as dist
 from functools import partial
 from swift.utils import get_logger, seed_worker
 from torch import nn
+from transformers.trainer_utils import EvalLoopOutput
 from typing import Any, Optional
 
 from ..mesh import ParallelMesh
 from ..model.accounting import owned_elements
 from ..model.language_modeling import causal_lm
+from ..model.micro_batches import run_micro_batches
 from ..optim.gradients import (agree_on_overflow, average_over_replicas, clip_gradients, gradient_norm,
                                sum_partial_gradients, sum_tied_gradients)
-from ..pipeline_parallel.schedule import run_micro_batches
 from ..sharding import spec_of
 from .accelerator import ReplicaAccelerator
 from .checkpointing import CheckpointMixin
-from .data import ReplicaBatchSampler, ReplicaDataLoader, ReplicaDispatcher, broadcast_in_replica, is_reader
+from .data import ReplicaBatchSampler, ReplicaDataLoader, ReplicaDispatcher, holds_samples
+from .evaluation import ReplicaEvaluationLoader
 
 logger = get_logger()
 
@@ -65,11 +67,12 @@ class ParallelTrainerMixin(CheckpointMixin):
             **self._maybe_multiprocessing_context(args),
         }
         if hasattr(self.train_dataset, '__len__'):
-            loader = self._map_style_loader(params, skip_batches)
+            loader, step = self._map_style_loader(params, skip_batches), 1
         else:
             base = torch.utils.data.DataLoader(self.train_dataset, batch_size=self._train_batch_size, **params)
             loader = ReplicaDispatcher(base, None, skip_batches=skip_batches, mesh=self.mesh)
-        return ReplicaDataLoader(loader, self.mesh, self.accelerator.device)
+            step = args.gradient_accumulation_steps
+        return ReplicaDataLoader(loader, self.mesh, self.accelerator.device, step)
 
     def _map_style_loader(self, params: dict[str, Any], skip_batches: int) -> Any:
         from accelerate.data_loader import SkipBatchSampler
@@ -90,39 +93,52 @@ class ParallelTrainerMixin(CheckpointMixin):
             seed_worker, num_workers=args.dataloader_num_workers, rank=self.mesh.data_rank)
         return DataLoaderShard(self.train_dataset, device=None, batch_sampler=sampler, **params)
 
-    def prediction_step(self, model: nn.Module, inputs: dict, *args: Any, **kwargs: Any) -> tuple:
-        inputs = broadcast_in_replica(inputs if is_reader(self.mesh) else None, self.mesh)
-        self._ignore_repeated_samples(inputs['labels'])
-        if self.mesh.pipeline_parallel_size == 1:
-            return super().prediction_step(model, inputs, *args, **kwargs)
-        inputs = self._prepare_inputs(inputs)
-        num_items = self._get_num_items_in_batch([inputs], self.args.device)
-        return self._run_stages(model, [inputs], num_items, backward=False), None, None
+    def evaluation_loop(self, dataloader: ReplicaEvaluationLoader, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """The Trainer counts the samples of one replica, and a row of samples without padding as one."""
+        output = super().evaluation_loop(dataloader, *args, **kwargs)
+        return output._replace(num_samples=dataloader.num_samples) if dataloader.is_stream else output
 
-    def _ignore_repeated_samples(self, labels: torch.Tensor) -> None:
-        """accelerate fills the replicas' last batches with samples from the beginning: no token of them counts."""
-        state = self.accelerator.gradient_state
-        if state.end_of_dataloader and state.remainder > 0:
-            labels[max(0, state.remainder - self.mesh.data_rank * labels.shape[0]):] = -100
+    def prediction_step(self, model: nn.Module, inputs: dict, *args: Any, **kwargs: Any) -> tuple:
+        """The loss over the label tokens of all replicas' batches, the same number on all ranks; no logits."""
+        if not holds_samples(inputs):
+            self._get_num_items_in_batch([inputs], self.args.device)  # the other replicas count theirs
+            loss = torch.zeros((), device=self.args.device)
+        elif self.mesh.pipeline_parallel_size == 1:
+            loss = super().prediction_step(model, inputs, *args, **kwargs)[0]
+        else:
+            inputs = self._prepare_inputs(inputs)
+            num_items = self._get_num_items_in_batch([inputs], self.args.device)
+            loss = self._run_stages(model, [inputs], num_items, backward=False)
+        return self.accelerator.gather(loss.float()).mean(), None, None
 
     # ---- Gradients ----
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple:
+        """A step begins: what one that was broken off left behind, by an exception or a callback, is no part of it."""
+        self._waiting.clear()
+        self.model.zero_grad()
+        return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self,
                       model: nn.Module,
                       inputs: dict,
                       num_items_in_batch: Optional[torch.Tensor] = None) -> torch.Tensor:
         """One micro-batch; with a pipeline, micro-batches wait until there are num_micro_batches or the step ends."""
-        if self.mesh.pipeline_parallel_size == 1:
+        if self.mesh.pipeline_parallel_size > 1:
+            loss = self._pipeline_step(model, inputs, num_items_in_batch)
+        elif holds_samples(inputs):
             loss = super().training_step(model, inputs, num_items_in_batch)
         else:
-            loss = self._pipeline_step(model, inputs, num_items_in_batch)
+            loss = torch.zeros((), device=self.args.device)
         if self.accelerator.sync_gradients:
             self._reduce_gradients(model)
         return loss
 
     def _pipeline_step(self, model: nn.Module, inputs: dict, num_items: Optional[torch.Tensor]) -> torch.Tensor:
-        self._waiting.append(inputs)
-        if len(self._waiting) < self.args.num_micro_batches and not self.accelerator.sync_gradients:
+        if holds_samples(inputs):
+            self._waiting.append(inputs)
+        is_ready = len(self._waiting) == self.args.num_micro_batches or self.accelerator.sync_gradients
+        if not self._waiting or not is_ready:
             return torch.zeros((), device=self.args.device)
         batches, self._waiting = self._waiting, []
         model.train()
@@ -140,6 +156,8 @@ class ParallelTrainerMixin(CheckpointMixin):
         """Sum of the micro-batches' losses, the same on all stages."""
         total = torch.zeros((), dtype=torch.float32, device=self.args.device)
         scaler = self.accelerator.scaler if backward else None
+        if scaler is not None:
+            scaler.scale(total)  # the scale is made by the first call, and only the last stage has losses to call with
 
         def loss_fn(hidden: torch.Tensor, index: int) -> torch.Tensor:
             loss = self.loss_from_hidden(hidden, batches[index], num_items)
@@ -190,7 +208,7 @@ class ParallelTrainerMixin(CheckpointMixin):
         if self.accelerator.scaler is not None:
             agree_on_overflow(self.accelerator.scaler, self.optimizer.optimizer, self.mesh, self.args.device)
         parameters = [p for p in model.parameters() if p.requires_grad]
-        norm = gradient_norm(parameters, self.mesh)
+        norm = gradient_norm(parameters, self.mesh, self.args.device)
         if norm.isnan():
             for parameter in parameters:
                 parameter.grad = None

@@ -5,8 +5,8 @@ from swift.trainers import Seq2SeqTrainer
 from torch import nn
 from typing import Any, Optional
 
+from ..model.decoder import decoder_inputs
 from ..model.language_modeling import hidden_states, token_losses
-from ..pipeline_parallel.stage import DECODER_INPUTS
 from .mixin import ParallelTrainerMixin
 
 IGNORED = -100
@@ -30,7 +30,7 @@ class ParallelSeq2SeqTrainer(ParallelTrainerMixin, Seq2SeqTrainer):
         for. Gradients are averaged over the replicas, so that the factor gives the mean over all tokens.
         """
         with self.accelerator.autocast():
-            hidden = hidden_states(model, **{key: value for key, value in inputs.items() if key in DECODER_INPUTS})
+            hidden = hidden_states(model, **decoder_inputs(inputs))
         loss = self.loss_from_hidden(hidden, inputs, num_items_in_batch)
         return (loss, {'loss': loss}) if return_outputs else loss
 

@@ -13,7 +13,7 @@ from swift_megatron.model import language_modeling, partition
 from swift_megatron.model.build import build_model
 from swift_megatron.model.loading import CheckpointReader
 from swift_megatron.sharding import ShardSpec, spec_of
-from swift_megatron.tensor_parallel import regions
+from swift_megatron.tensor_parallel import boundary, regions
 from swift_megatron.tensor_parallel.embedding import VocabParallelEmbedding
 from swift_megatron.tensor_parallel.linear import RowParallelLinear
 from tests.distributed import test_parity
@@ -82,11 +82,10 @@ def norm_counts_copies(patch: Patch) -> None:
 def bias_on_every_rank(patch: Patch) -> None:
     """The bias of a row-parallel layer is added before the all-reduce."""
 
-    def finish(self: RowParallelLinear, partial: torch.Tensor) -> torch.Tensor:
-        return regions.reduce_from_tensor_parallel_region(partial if self.bias is None else partial + self.bias,
-                                                          self.mesh)
+    def leave(self: RowParallelLinear, partial: torch.Tensor) -> torch.Tensor:
+        return self.region.leave(partial if self.bias is None else partial + self.bias)
 
-    patch.setattr(RowParallelLinear, 'finish', finish)
+    patch.setattr(RowParallelLinear, 'leave', leave)
 
 
 def foreign_tokens(patch: Patch) -> None:
@@ -104,14 +103,14 @@ def vocabulary_offset(patch: Patch) -> None:
 
 def region_not_entered(patch: Patch) -> None:
     """Blocks take their input as it is: gradients before them are one rank's share."""
-    patch.setattr(partition.RegionEntry, '__call__', lambda self, module, args, kwargs: (args, kwargs))
+    patch.setattr(boundary.BlockEntry, '__call__', lambda self, module, args, kwargs: (args, kwargs))
 
 
 def head_norms_are_not_partial(patch: Patch) -> None:
     """Norms by head keep one rank's share of their gradient."""
     original = partition._partition_norm
     patch.setattr(partition, '_partition_norm',
-                  lambda block, name, cut, mesh: original(block, name, dataclasses.replace(cut, partial=False), mesh))
+                  lambda block, name, cut, region: original(block, name, dataclasses.replace(cut, partial=False), region))
 
 
 def mean_over_one_token_too_many(patch: Patch) -> None:

@@ -32,15 +32,43 @@ def train_and_probe(program: str, argv: list[str]) -> list:
 def train_until_save_fails(step: int, argv: list[str]) -> None:
     """A training whose process 0 breaks down in the middle of writing the checkpoint of a step."""
     from swift_megatron.trainers.mixin import ParallelTrainerMixin
-    write = ParallelTrainerMixin._save_rng_state
+    write = ParallelTrainerMixin._save_states
 
-    def fail(self: Any, directory: str) -> None:
+    def fail(self: Any, directory: str, owner: bool) -> None:
         if self.state.global_step == step and self.args.process_index == 0:
             raise OSError('no space left on device')
-        write(self, directory)
+        write(self, directory, owner)
 
-    with mock.patch.object(ParallelTrainerMixin, '_save_rng_state', fail):
+    with mock.patch.object(ParallelTrainerMixin, '_save_states', fail):
         train('ours', 'sft', argv)
+
+
+def train_on_nodes(argv: list[str]) -> list[str]:
+    """A training whose ranks are nodes of one process, each with the folders in which its number stands for {node}; it
+    may upload to a hub, which is not there. What was logged as a warning, and what would have been uploaded.
+    """
+    import logging
+    import os
+    from swift.utils import get_logger
+    said: list[str] = []
+
+    class Collecting(logging.Handler):
+
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    def upload(*, folder_path: str, **_: Any) -> mock.Mock:
+        said.append(f'upload {os.path.basename(folder_path)}: {" ".join(sorted(os.listdir(folder_path)))}')
+        return mock.Mock(done=lambda: True)
+
+    get_logger().addHandler(Collecting(logging.WARNING))
+    node = os.environ['RANK']
+    os.environ.update(LOCAL_RANK='0', LOCAL_WORLD_SIZE='1', NODE_RANK=node, NNODES=os.environ['WORLD_SIZE'])
+    hub = mock.Mock(upload_folder=upload)
+    hub.create_repo.return_value = mock.Mock(repo_id='someone/model')
+    with mock.patch('transformers.trainer.hf_api', return_value=hub):
+        train('ours', 'sft', [word.replace('{node}', node) for word in argv])
+    return said
 
 
 def infer(adapter: str, data: str, result: str) -> None:

@@ -98,13 +98,11 @@ def assert_same_logs(ours: str, expected: str, *, relative: float = RELATIVE, ig
 
 
 def folder_tree(directory: str) -> set[str]:
-    """Files and folders, without those whose name holds a time, optimizer states, and this package's own."""
+    """Files and folders, without those whose name holds a time, states of the ranks, and this package's own."""
     found = {
         os.path.relpath(os.path.join(root, name), directory)
         for root, folders, files in os.walk(directory)
         for name in [*folders, *files]
     }
-    return {
-        path
-        for path in found if not os.path.basename(path).startswith(('optimizer', 'parallel_layout', 'events.'))
-    }
+    own = ('optimizer', 'rng_state', 'parallel_layout', 'events.')
+    return {path for path in found if not os.path.basename(path).startswith(own)}

@@ -162,6 +162,8 @@ DEFAULTS: dict[str, Any] = {  # of ms-swift 4.6 and transformers 5.19, where not
     'freeze_parameters_ratio': 0.,
     'lisa_activated_layers': 0,
     'optim': 'adamw_torch_fused',
+    'enable_jit_checkpoint': False,
+    'save_on_each_node': False,
     'safe_serialization': True,
     'new_special_tokens': [],
     'fsdp': [],
@@ -207,6 +209,8 @@ BAD: dict[str, Any] = {
     'optim': 'adafactor',
     'torch_compile': True,
     'auto_find_batch_size': True,
+    'enable_jit_checkpoint': True,
+    'save_on_each_node': True,
     'safe_serialization': False,
 }
 RULES = {rule.name: rule for rule in compatibility.RULES}

@@ -93,6 +93,14 @@ def test_foreign_packages_stay_at_their_edge(name):
         assert 'swift' not in roots
 
 
+def test_the_border_of_a_region_is_written_once():
+    """Sequence parallelism or overlap would be an edit of every layer instead of another region."""
+    users = {name for name in NAMES if 'swift_megatron.tensor_parallel.regions' in {
+        module.rpartition('.')[0] for module in imported(pathlib.PurePath(name))
+    }}
+    assert users == {'tensor_parallel/boundary.py'}
+
+
 def modules_below_the_edge() -> list[str]:
     paths = [path for path in FILES if unit_of(path) not in LEVELS[TOP] and unit_of(path) != '__main__']
     return ['.'.join(('swift_megatron', *path.with_suffix('').parts)).removesuffix('.__init__') for path in paths]

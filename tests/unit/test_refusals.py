@@ -81,3 +81,11 @@ def test_later_qwens_are_not(name):
     """A failure means that the models that the refusal names are refused."""
     assert compatibility.model_faults(name, None) == []
     assert compatibility.model_faults(name, {'model_type': 'qwen2', 'architectures': ['Qwen2ForCausalLM']}) == []
+
+
+def test_full_tuning_of_float16_weights_is_refused():
+    """A failure means that a run stops at its first step, where the scaler meets gradients in float16."""
+    fault, = compatibility.faults({'tuner_type': 'full', 'torch_dtype': 'float16'})
+    assert re.search('--torch_dtype float32 --fp16 true .*or --torch_dtype bfloat16', fault)
+    assert compatibility.faults({'tuner_type': 'lora', 'torch_dtype': 'float16'}) == []
+    assert compatibility.faults({'tuner_type': 'full', 'torch_dtype': 'float32', 'fp16': True}) == []
