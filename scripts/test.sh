@@ -7,7 +7,13 @@ usage() {
 Usage: scripts/test.sh [PYTEST ARGUMENT]...
 
 Makes a Python environment with what the tests need, the model and the data, and runs the tests: all of them, or what
-the arguments select, for instance: scripts/test.sh -m 'not slow'
+the arguments select. Tells the 15 slowest parts and the time of all. Once the environment is there, a part takes less
+than a minute:
+
+  scripts/test.sh tests/unit/test_plan.py                  a file or a folder
+  scripts/test.sh tests/e2e/test_variants.py -k 'dft'      tests of it whose name has a word
+  scripts/test.sh -m 'not slow' -x                         without the commands; stop at the first failure
+  scripts/test.sh --durations=0 tests/distributed          with the time of every test
 
 Environment:
   VENV    the environment to make and use (default: .venv in the repository)
@@ -31,4 +37,8 @@ make_model_and_data
 export SWIFT_MEGATRON_TEST_MODEL="$MODEL" SWIFT_MEGATRON_TEST_DATA="$DATA"
 
 say 'Running the tests'
-PATH="$VENV/bin:$PATH" exec "$VENV/bin/python" -m pytest "$@"
+# Arguments that come later win: these are only what is told when nothing else is asked for.
+status=0
+PATH="$VENV/bin:$PATH" "$VENV/bin/python" -m pytest --durations=15 --durations-min=0.1 "$@" || status=$?
+say "All in all: $((SECONDS / 60)) min $((SECONDS % 60)) s, with the environment, the model and the data"
+exit "$status"

@@ -19,6 +19,7 @@ from ..errors import MergeError
 from ..mesh import ParallelMesh
 from ..model.loading import CheckpointReader, find_sources, quantised_weights
 from ..quantization.base import QuantizationConfig, quantize
+from .atomic import AtomicFolder, settle, sync
 from .changes import Change, Ends, read_changes
 
 MERGE_FILE = 'merged_adapter.json'  # notes in the result what was merged; its presence refuses a second time
@@ -83,7 +84,7 @@ def merge_adapter(model_dir: str,
     Args:
         model_dir: The base, with safetensors.
         adapter_dir: A PEFT LoRA adapter.
-        output_dir: Must not exist yet, or be empty. Written under another name and renamed at the end.
+        output_dir: Must not exist yet, or be empty. It gets its name when it is complete and on the disk.
         into: 'checkpoint' adds to the base as it is stored; 'dequantized' to what its 4-bit form stands for.
         quantization: The 4-bit form; needed for 'dequantized'.
         dtype: From which the base was quantised: that of the weights in the adapter's run.
@@ -96,9 +97,11 @@ def merge_adapter(model_dir: str,
     base = _open_base(model_dir)
     changes = read_changes(adapter_dir, base.model, base.ends)
     form = quantization if into == 'dequantized' else None
-    staging = f'{output_dir.rstrip("/")}.incomplete'
-    shutil.rmtree(staging, ignore_errors=True)
-    os.makedirs(staging)
+    settle(output_dir)
+    folder = AtomicFolder(output_dir)
+    staging = folder.staging
+    if not folder.begin():
+        raise MergeError(f"'{output_dir}' is being written by another process: wait, or give another --output_dir")
     try:
         # An embedding and a head that both stand in the files are the same tensor only as long as neither is changed.
         written = _Written(untied=base.two_ends and not changes.keys().isdisjoint((base.ends.embedding, base.ends.head)))
@@ -108,12 +111,11 @@ def merge_adapter(model_dir: str,
         _copy_the_rest(base.reader, staging, written)
         with open(os.path.join(staging, MERGE_FILE), 'w', encoding='utf-8') as note:
             json.dump({'base': model_dir, 'adapter': adapter_dir, 'merged_into': into}, note, indent=2)
+        sync(staging)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    if os.path.isdir(output_dir):
-        os.rmdir(output_dir)
-    os.replace(staging, output_dir)
+    folder.publish()
 
 
 def _merged_file(file: str, base: _Base, changes: dict[str, Change], form: Optional[QuantizationConfig],

@@ -3,10 +3,12 @@
 A failure means that users get other losses, gradients or weights than without tensor parallelism. The reference is
 loaded from the same checkpoint, all of whose parameters differ from their defaults.
 """
+import os
 import peft
 import pytest
 import torch
-from typing import Any, Iterator
+import torch.distributed as dist
+from typing import Any, Callable, Iterator
 
 from swift_megatron.checkpoint.gather import gather_whole
 from swift_megatron.lora.inject import add_lora
@@ -106,34 +108,59 @@ def differences(ours: dict, reference: dict) -> Iterator[tuple[str, float]]:
                 yield f'{kind} {name}', relative_error(ours[kind][name], expected)
 
 
+ADAPTERS: dict[str, dict[str, Any]] = {
+    'lora': {},
+    'everything':
+    dict(
+        target_modules=['q_proj', 'o_proj', 'up_proj', 'down_proj', 'embed_tokens'],
+        modules_to_save=['lm_head'],
+        use_rslora=True)
+}
+
+
+def kept(path: str, make: Callable[[], Any], rank: int) -> Any:
+    """What process 0 makes, once for all processes and launches: it is kept in a file. Every process calls it."""
+    if rank == 0 and not os.path.exists(path):
+        torch.save(make(), path)
+    if dist.is_initialized():
+        dist.barrier()
+    return torch.load(path)
+
+
+def lora_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters() if 'lora_' in name}
+
+
+def reference_run(case: Case, directory: str, mode: str) -> dict[str, Any]:
+    """The plain model's steps; its adapters as they are drawn and as they are at the start, and where they stand."""
+    reference = reference_model(directory, case)
+    result: dict[str, Any] = {}
+    if mode != 'full':
+        torch.manual_seed(3)
+        reference = peft.get_peft_model(reference, lora_config(**ADAPTERS[mode]))
+        result['targets'] = sorted(reference.peft_config['default'].target_modules)
+        result['drawn'] = lora_parameters(reference)
+        warm_adapters(reference)
+        result['start'] = lora_parameters(reference)
+    return {**result, **reference_steps(reference, batch(case.vocabulary))}
+
+
 def compare(case: Case, directory: str, mode: str, logits_bytes: int = 2**28) -> list[tuple[str, float]]:
     """Runs on every rank: trains both, returns on rank 0 what differs by more than float32 rounding."""
-    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = ParallelMesh.create(tensor_parallel_size=size)
     model = build_model(load_config(directory, case), mesh, directory=directory)
     data = batch(case.vocabulary)
-    reference = reference_model(directory, case)
+    reference = kept(f'{directory}/reference-{mode}.pt', lambda: reference_run(case, directory, mode), mesh.rank)
     if mode != 'full':
-        settings = {
-            'lora': {},
-            'everything':
-            dict(
-                target_modules=['q_proj', 'o_proj', 'up_proj', 'down_proj', 'embed_tokens'],
-                modules_to_save=['lm_head'],
-                use_rslora=True)
-        }[mode]
-        torch.manual_seed(3)
-        reference = peft.get_peft_model(reference, lora_config(**settings))
         torch.manual_seed(3 if mesh.rank == 0 else 99 + mesh.rank)  # ranks that start apart have to agree
-        if settings == {}:
-            settings = dict(target_modules=sorted(reference.peft_config['default'].target_modules))
+        settings = ADAPTERS[mode] or dict(target_modules=reference['targets'])
         model = add_lora(model, lora_config(**settings), mesh)
-        drawn = dict(reference.named_parameters())
         for name, parameter in model.named_parameters():
             if 'lora_' in name:
-                assert torch.equal(parameter, spec_of(parameter).slice(drawn[name])), f'{name} is initialised otherwise'
-        warm_adapters(reference)
-        model.load_state_dict({n: p for n, p in reference.named_parameters() if 'lora_' in n}, strict=False)
+                drawn = spec_of(parameter).slice(reference['drawn'][name])
+                assert torch.equal(parameter, drawn), f'{name} is initialised otherwise'
+        model.load_state_dict(reference['start'], strict=False)
     else:
         model.requires_grad_(True)
     ours = partitioned_steps(model, data, mesh, logits_bytes)
@@ -141,12 +168,11 @@ def compare(case: Case, directory: str, mode: str, logits_bytes: int = 2**28) ->
     if size > 1 and copies:
         flat = torch.cat([c.flatten() for c in copies])
         first = flat.clone()
-        torch.distributed.broadcast(first, 0)
+        dist.broadcast(first, 0)
         assert torch.equal(flat, first), 'copies on different ranks drifted apart'
     if mesh.tensor_rank:
         return []
-    return [(what, error) for what, error in differences(ours, reference_steps(reference, data))
-            if not error <= RELATIVE]
+    return [(what, error) for what, error in differences(ours, reference) if not error <= RELATIVE]
 
 
 def compare_all(cases: list[tuple[Case, str, str]]) -> dict[str, list]:
@@ -158,18 +184,30 @@ def compare_all(cases: list[tuple[Case, str, str]]) -> dict[str, list]:
     }
 
 
-def check(size: int, cases: list[tuple[Case, str]], tmp_path) -> None:
-    prepared = [(case, make_checkpoint(case, str(tmp_path / str(i))), mode) for i, (case, mode) in enumerate(cases)]
-    results = launch(size, compare_all, prepared, timeout=280)[0]
-    failed = {name: faults[:4] for name, faults in results.items() if faults}
-    assert not failed, failed
+@pytest.fixture(scope='module')
+def check(tmp_path_factory) -> Callable[[int, list[tuple[Case, str]]], None]:
+    """Compares cases on so many ranks. A case's checkpoint and what the plain model makes of it are the same for all."""
+    folder = tmp_path_factory.mktemp('parity')
+    directories: dict[Case, str] = {}
+
+    def checked(size: int, cases: list[tuple[Case, str]]) -> None:
+        for case, _ in cases:
+            if case not in directories:
+                directories[case] = make_checkpoint(case, str(folder / str(len(directories))))
+        prepared = [(case, directories[case], mode) for case, mode in cases]
+        results = launch(size, compare_all, prepared, timeout=280)[0]
+        failed = {name: faults[:4] for name, faults in results.items() if faults}
+        assert not failed, failed
+
+    return checked
 
 
 @pytest.mark.parametrize('size', [1, 2])
 @pytest.mark.parametrize('mode', ['lora', 'full'])
-def test_every_family(size, mode, tmp_path):
+def test_every_family(size, mode, check):
+    """A failure means that this family trains otherwise as soon as its layers are this package's, or are cut."""
     check(size, [(Case(family=family, tied=tied), mode) for family in FAMILIES
-                 for tied in (False, True) if not (tied and mode == 'lora')], tmp_path)
+                 for tied in (False, True) if not (tied and mode == 'lora')])
 
 
 HEAD_CASES = {  # tensor-parallel size -> (query heads, key/value heads)
@@ -181,7 +219,7 @@ HEAD_CASES = {  # tensor-parallel size -> (query heads, key/value heads)
 
 
 @pytest.mark.parametrize('size', HEAD_CASES)
-def test_uneven_and_shared_heads(size, tmp_path):
+def test_uneven_and_shared_heads(size, check):
     """Heads that do not divide, and key/value heads held by several ranks: separate, normed, fused and cut-norm
     projections.
     """
@@ -192,15 +230,15 @@ def test_uneven_and_shared_heads(size, tmp_path):
                                                                 'full'), ('phi3', 'lora'), ('olmo2',
                                                                                             'full'), ('cohere', 'full')]
              ]
-    check(size, cases, tmp_path)
+    check(size, cases)
 
 
 @pytest.mark.parametrize('size', [2, 3])
-def test_adapters_everywhere(size, tmp_path):
+def test_adapters_everywhere(size, check):
     """Adapters on the embedding, a trained copy of the head, rslora; a vocabulary that does not divide."""
     cases = [(Case(family=family, heads=6, key_value_heads=3), 'everything')
              for family in ('llama', 'gemma3_text', 'granite')]
-    check(size, cases, tmp_path)
+    check(size, cases)
 
 
 def test_large_vocabulary_in_chunks(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 from swift_megatron.checkpoint.gather import gather_whole, stream_from_stages
 from swift_megatron.lora.inject import add_lora
@@ -24,7 +24,8 @@ from swift_megatron.model.stages import foreign_prefixes, keep_own_stages
 from swift_megatron.optim.step import GradientStep
 from swift_megatron.pipeline_parallel.stage import HiddenStateStage
 from swift_megatron.sharding import record_parameters, spec_of
-from tests.distributed.test_parity import MAX_NORM, STEPS, differences, lora_config, optimizer_for, warm_adapters
+from tests.distributed.test_parity import (MAX_NORM, STEPS, differences, kept, lora_config, lora_parameters,
+                                           optimizer_for, warm_adapters)
 from tests.harness import launch
 from tests.tiny_models import FAMILIES, Case, load_config, make_checkpoint, reference_model
 
@@ -80,14 +81,23 @@ def adapters_for(run: Run) -> peft.LoraConfig:
 
 
 def reference(directory: str, case: Case, run: Run) -> dict[str, Any]:
-    """Three clipped steps of the plain model over all micro-batches of all replicas."""
+    """Three clipped steps of the plain model over all micro-batches of all replicas, and its adapters at the start.
+
+    Schedule, stages and tensor ranks play no part: it is made once for all runs with the same samples and adapters.
+    """
+    name = f'reference-{run.mode}-{run.adapted_layers}-{run.micro_batches}-{run.d}.pt'
+    return kept(f'{directory}/{name}', lambda: _reference(directory, case, run), dist.get_rank())
+
+
+def _reference(directory: str, case: Case, run: Run) -> dict[str, Any]:
     model = reference_model(directory, case)
+    result: dict[str, Any] = {'losses': [], 'norms': []}
     if run.mode == 'lora':
         torch.manual_seed(3)
         model = peft.get_peft_model(model, adapters_for(run))
         warm_adapters(model)
+        result['start'] = lora_parameters(model)
     optimizer = optimizer_for(model)
-    result: dict[str, Any] = {'losses': [], 'norms': []}
     model.train()
     for step in range(STEPS):
         batches = batches_of(case, run, step)
@@ -127,12 +137,9 @@ def build(directory: str, case: Case, run: Run) -> tuple[torch.nn.Module, Parall
         model.requires_grad_(False)
         model = add_lora(model, config, mesh)
         warm_adapters(model)
-        whole = reference_model(directory, case)
-        torch.manual_seed(3)
-        whole = peft.get_peft_model(whole, adapters_for(run))
-        warm_adapters(whole)
+        start = reference(directory, case, run)['start']
         keep_own_stages(model, mesh)
-        model.load_state_dict({n: p for n, p in whole.named_parameters() if '.lora_B.' in n}, strict=False)
+        model.load_state_dict({n: p for n, p in start.items() if '.lora_B.' in n}, strict=False)
     else:
         keep_own_stages(model, mesh)
         model.requires_grad_(True)
@@ -201,34 +208,45 @@ def compare(jobs: list[tuple[Case, str, Run]]) -> dict[str, list]:
     faults = {}
     for case, directory, run in jobs:
         ours = train(directory, case, run)
+        expected = reference(directory, case, run)
         if dist.get_rank() == 0:
-            expected = reference(directory, case, run)
             faults[f'{case} {run}'] = [(what, error) for what, error in differences(ours, expected)
                                        if not error <= RELATIVE]
         dist.barrier()
     return faults
 
 
-def check(jobs: list[tuple[Case, Run]], tmp_path, timeout: float = 250) -> None:
-    prepared = [(case, make_checkpoint(case, str(tmp_path / str(i))), run) for i, (case, run) in enumerate(jobs)]
-    processes = {run.processes for _, run in jobs}
-    assert len(processes) == 1
-    faults = launch(processes.pop(), compare, prepared, timeout=timeout)[0]
-    assert len(faults) == len(jobs)
-    failed = {name: found[:4] for name, found in faults.items() if found}
-    assert not failed, failed
+@pytest.fixture(scope='module')
+def check(tmp_path_factory) -> Callable[[list[tuple[Case, Run]]], None]:
+    """Compares runs with the plain model's, in one launch. A case's checkpoint is the same for all."""
+    folder = tmp_path_factory.mktemp('pipeline')
+    directories: dict[Case, str] = {}
+
+    def checked(jobs: list[tuple[Case, Run]]) -> None:
+        for case, _ in jobs:
+            if case not in directories:
+                directories[case] = make_checkpoint(case, str(folder / str(len(directories))))
+        prepared = [(case, directories[case], run) for case, run in jobs]
+        processes = {run.processes for _, run in jobs}
+        assert len(processes) == 1
+        faults = launch(processes.pop(), compare, prepared, timeout=250)[0]
+        assert len(faults) == len(jobs)
+        failed = {name: found[:4] for name, found in faults.items() if found}
+        assert not failed, failed
+
+    return checked
 
 
 @pytest.mark.parametrize('mode', ['full', 'lora'])
-def test_every_family_on_two_stages(mode, tmp_path):
+def test_every_family_on_two_stages(mode, check):
     """Each architecture's masks, rotary embeddings per layer type, embedding scales and tied heads stay right on
     stages.
     """
     check([(Case(family=family, layers=5, tied=i % 2 == (mode == 'full')), Run(mode=mode))
-           for i, family in enumerate(FAMILIES)], tmp_path)
+           for i, family in enumerate(FAMILIES)])
 
 
-def test_schedules_and_checkpointing(tmp_path):
+def test_schedules_and_checkpointing(check):
     """Every schedule, with and without activation checkpointing of both kinds, gives the same numbers."""
     jobs = [(Case(family=family,
                   layers=5), Run(schedule=schedule, v=v, checkpointing=checkpointing, mode=mode, micro_batches=m))
@@ -239,29 +257,29 @@ def test_schedules_and_checkpointing(tmp_path):
                           6), ('llama', '1f1b', 1, 'reentrant', 'lora',
                                3), ('gemma2', 'gpipe', 1, 'non-reentrant', 'lora',
                                     4), ('qwen2', '1f1b', 1, 'reentrant', 'full', 5)]]
-    check(jobs, tmp_path)
+    check(jobs)
 
 
-def test_ragged_ends(tmp_path):
+def test_ragged_ends(check):
     """Fewer micro-batches than stages, a number that does not fit the interleaved rounds, stages cut by hand."""
     jobs = [(Case(family='llama', layers=5, tied=True), Run(micro_batches=1)),
             (Case(family='qwen2', layers=5), Run(micro_batches=5, schedule='interleaved_1f1b', v=2)),
             (Case(family='granite', layers=5), Run(layers_by_hand='1,4', micro_batches=3)),
             (Case(family='mistral', layers=2), Run(micro_batches=2))]
-    check(jobs, tmp_path)
+    check(jobs)
 
 
-def test_stages_without_trainable_parameters(tmp_path):
+def test_stages_without_trainable_parameters(check):
     """Adapters on the first or the last layers alone: a stage has nothing to train, the others' numbers do not
     change.
     """
     jobs = [(Case(family='llama', layers=4), Run(mode='lora', adapted_layers=layers, checkpointing=checkpointing))
             for layers in ((0, ), (3, )) for checkpointing in (None, 'non-reentrant')]
-    check(jobs, tmp_path)
+    check(jobs)
 
 
 @pytest.mark.parametrize('sizes', [(1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1), (2, 2, 2)], ids=str)
-def test_grid(sizes, tmp_path):
+def test_grid(sizes, check):
     """Four families over tensor ranks, stages and replicas, tied and untied, full and LoRA; five layers over four
     stages.
     """
@@ -270,7 +288,7 @@ def test_grid(sizes, tmp_path):
             (Case(family='qwen3', layers=5), Run(t=t, p=p, d=d, mode='lora')),
             (Case(family='gemma2', layers=5, tied=True), Run(t=t, p=p, d=d, schedule='gpipe', mode='lora')),
             (Case(family='phi3', layers=5), Run(t=t, p=p, d=d, checkpointing='non-reentrant'))]
-    check(jobs, tmp_path)
+    check(jobs)
 
 
 def _first_loss(directory: str, case: Case, t: int, p: int) -> float:

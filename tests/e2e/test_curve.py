@@ -14,7 +14,7 @@ from .conftest import Training
 from .harness import Job, launch, launch_all
 from .runs import assert_same_logs, folder_tree, log_differences, log_lines, logged
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first test waits for the runs of many
 
 # 46 samples in batches of 2 and 2: the 12th step of an epoch has one batch. 11 samples of evaluation in batches of 4.
 SETTINGS: dict[str, Any] = dict(

@@ -51,4 +51,5 @@ def test_merged_checkpoint_is_the_trained_model(workshop, runs, into):
     assert merged == pytest.approx(expected, rel=1e-4, abs=1e-4)
     message, again = launch(Job(jobs.merge_twice, (workshop['wide'], adapter, output)))[0]
     assert 'merged already' in message and 'merged in already' in again
-    assert not os.path.exists(f'{output}.incomplete')
+    beside = os.listdir(os.path.dirname(output))
+    assert os.path.basename(output) in beside and not any(name.startswith('_') for name in beside)

@@ -13,7 +13,7 @@ from .conftest import Training
 from .harness import Job, launch, launch_all, run
 from .runs import assert_same_logs, log_lines, logged
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first test waits for the runs of many
 
 SETTINGS: dict[str, Any] = dict(
     max_steps=6, save_strategy='steps', save_steps=3, dataset='ragged', gradient_accumulation_steps=1)
