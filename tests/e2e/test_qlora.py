@@ -4,10 +4,11 @@ A failure means that a user with several small cards gets another model than one
 """
 import os
 import pytest
-from typing import Any
+from typing import Any, Callable
 
 from . import jobs
-from .harness import Job, launch, launch_all
+from .conftest import Training
+from .harness import Job, launch
 from .runs import assert_same_logs, logged
 
 pytestmark = pytest.mark.slow
@@ -25,28 +26,38 @@ SETTINGS: dict[str, Any] = dict(
 
 
 @pytest.fixture(scope='module')
-def runs(workshop):
-    """20 steps on a 4-bit base: plain, two tensor ranks, two stages, and both."""
+def runs(workshop) -> Callable[[str], str]:
+    """20 steps on a 4-bit base: plain, two tensor ranks, two stages, and both; the output folder of one by its name."""
     pipeline = {**SETTINGS, 'num_micro_batches': 2, 'gradient_accumulation_steps': 1, 'pipeline_parallel_size': 2}
-    launch_all({
-        'plain': Job(jobs.train, ('plain', 'sft', workshop.flags('q-plain', **SETTINGS))),
-        't2': Job(jobs.train, ('ours', 'sft', workshop.flags('q-t2', **SETTINGS, tensor_parallel_size=2)), 2),
+    outcomes = workshop.train_in_turn({
+        'q-plain': Training(SETTINGS, program='plain'),
+        'q-t2': Training({
+            **SETTINGS, 'tensor_parallel_size': 2
+        }, 2),
+        'q-p2': Training(pipeline, 2),
+        'q-t2-p2': Training({
+            **pipeline, 'tensor_parallel_size': 2
+        }, 4),
     })
-    launch(Job(jobs.train, ('ours', 'sft', workshop.flags('q-p2', **pipeline)), 2))
-    launch(Job(jobs.train, ('ours', 'sft', workshop.flags('q-t2-p2', **pipeline, tensor_parallel_size=2)), 4))
+
+    def folder(name: str) -> str:
+        assert not outcomes[name], outcomes[name]
+        return workshop.output(name)
+
+    return folder
 
 
 @pytest.mark.parametrize('name', ['q-t2', 'q-p2', 'q-t2-p2'])
-def test_curve_is_the_plain_one(workshop, runs, name):
+def test_curve_is_the_plain_one(runs, name):
     """A failure means other codes, other products or other gradients than bitsandbytes' on one card."""
-    assert_same_logs(workshop.output(name), workshop.output('q-plain'))
-    assert logged(workshop.output(name), 'loss')[-1] < logged(workshop.output(name), 'loss')[0] - 0.2
+    assert_same_logs(runs(name), runs('q-plain'))
+    assert logged(runs(name), 'loss')[-1] < logged(runs(name), 'loss')[0] - 0.2
 
 
 @pytest.mark.parametrize('into', ['checkpoint', 'dequantized'])
 def test_merged_checkpoint_is_the_trained_model(workshop, runs, into):
     """A failure means that the merged folder does not load in transformers, or is not base plus adapter."""
-    adapter, output = f'{workshop.output("q-t2-p2")}/checkpoint-20', workshop.output(f'merged-{into}')
+    adapter, output = f'{runs("q-t2-p2")}/checkpoint-20', workshop.output(f'merged-{into}')
     merged, expected = launch(Job(jobs.merge_and_probe, (workshop['wide'], adapter, output, into)))[0]
     assert merged == pytest.approx(expected, rel=1e-4, abs=1e-4)
     message, again = launch(Job(jobs.merge_twice, (workshop['wide'], adapter, output)))[0]
