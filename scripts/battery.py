@@ -4,8 +4,8 @@
     python scripts/battery.py                      # all rows, some minutes on two cores; writes benchmarks/battery.json
     python scripts/battery.py --rows qlora --out - # rows whose name has this word; prints only
 
-Prints one line for each row: the distance of loss, grad_norm and trained weights from the exact run, this package's over
-plain ms-swift's, and what does not hold. The exit status is 1 if something does not.
+Prints one line for each row: the distance of loss, grad_norm and trained weights from the exact run, this package's
+over plain ms-swift's, and what does not hold. The exit status is 1 if something does not.
 """
 import argparse
 import sys
@@ -25,6 +25,7 @@ def main() -> int:
     parser.add_argument('--keep', help='folder for what the runs write, to look at afterwards')
     arguments = parser.parse_args()
     from benchmark import machine
+
     from tests.e2e import battery
     from tests.e2e.harness import Job, launch
     rows = [row for row in battery.table() if arguments.rows in row.name]

@@ -125,8 +125,10 @@ def _plan_faults(directory: str, model: str) -> list[str]:
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=True)
     except Exception as error:  # whatever the code raises that comes with a model
-        return [f"the config of model '{model}' cannot be loaded ({type(error).__name__}: {_first_line(error)}): give a "
-                'model that this transformers knows']
+        return [
+            f"the config of model '{model}' cannot be loaded ({type(error).__name__}: {_first_line(error)}): give a "
+            'model that this transformers knows'
+        ]
     try:
         decoder_plan(config, f"model '{model}' (model_type {config.model_type})")
     except PlanError as error:

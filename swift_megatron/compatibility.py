@@ -74,9 +74,9 @@ RULES = (
         'rmsprop, lion_32bit or an 8-bit or paged variant of adamw or lion'),
     Rule('torch_compile', _off, 'is not supported: leave it out'),
     Rule('auto_find_batch_size', _off, 'restarts processes on their own: set --per_device_train_batch_size'),
-    Rule(
-        'enable_jit_checkpoint', _off, 'is not supported: leave it out (processes that get a signal at different steps '
-        'would wait for each other)'),
+    Rule('enable_jit_checkpoint', _off,
+         'is not supported: leave it out (processes that get a signal at different steps '
+         'would wait for each other)'),
     Rule(
         'save_on_each_node', _off, 'is not supported: leave it out (the first process writes the weights, and each '
         'node the states of its own ranks)'),
@@ -112,8 +112,10 @@ def float16_faults(tuner_type: Any, torch_dtype: Any) -> list[str]:
     """
     if tuner_type != 'full' or torch_dtype != 'float16':
         return []
-    return ['--tuner_type full cannot train float16 weights, whose gradients cannot be unscaled: add --torch_dtype '
-            'float32 --fp16 true (float32 weights, float16 products) or --torch_dtype bfloat16']
+    return [
+        '--tuner_type full cannot train float16 weights, whose gradients cannot be unscaled: add --torch_dtype '
+        'float32 --fp16 true (float32 weights, float16 products) or --torch_dtype bfloat16'
+    ]
 
 
 def several_adapters(value: Any) -> Optional[str]:
@@ -136,14 +138,17 @@ def _adapter_faults(arguments: Mapping[str, Any]) -> list[str]:
     found = []
     folder = os.path.expanduser(str(name))
     if os.path.isdir(folder) and not os.path.isfile(os.path.join(folder, 'adapter_config.json')):
-        found.append(f"--adapters '{name}' holds no adapter_config.json: give a checkpoint-N folder of a LoRA run (a whole "
-                     'model goes to --model)')
+        found.append(
+            f"--adapters '{name}' holds no adapter_config.json: give a checkpoint-N folder of a LoRA run (a whole "
+            'model goes to --model)')
     if arguments.get('tuner_type') == 'full':
-        found.append(f'--adapters {name} does nothing with --tuner_type full, which trains the weights of --model: merge '
-                     'it first, with swift-megatron export --merge_lora true, and give the merged folder as --model')
+        found.append(
+            f'--adapters {name} does nothing with --tuner_type full, which trains the weights of --model: merge '
+            'it first, with swift-megatron export --merge_lora true, and give the merged folder as --model')
     if arguments.get('resume_from_checkpoint'):
-        found.append(f'--adapters {name} does nothing with --resume_from_checkpoint '
-                     f'{arguments["resume_from_checkpoint"]}, which goes on with its own adapter: leave one of them out')
+        found.append(
+            f'--adapters {name} does nothing with --resume_from_checkpoint '
+            f'{arguments["resume_from_checkpoint"]}, which goes on with its own adapter: leave one of them out')
     return found
 
 
@@ -167,7 +172,7 @@ FIRST_QWEN_NAME = re.compile(r'(?:.*/)?Qwen-(?:(VL|Audio)|(\d+(?:[._]\d+)?B))(?:
 def model_faults(model: Any, config: Optional[Mapping[str, Any]]) -> list[str]:
     """Why a model cannot be split, as far as its name tells or the content of its config.json, where that is at hand.
 
-    First-generation Qwen is remote code for another transformers, without a plan of its own; ms-swift knows it as `qwen`.
+    First-generation Qwen is remote code for another transformers, without a plan; ms-swift knows it as `qwen`.
     """
     if config is not None:
         first = config.get('model_type') == 'qwen' or 'QWenLMHeadModel' in (config.get('architectures') or ())
@@ -180,5 +185,7 @@ def model_faults(model: Any, config: Optional[Mapping[str, Any]]) -> list[str]:
     if not first:
         return []
     successors = known[0].successors if known else 'Qwen1.5, Qwen2.5 or Qwen3 of that size'
-    return [f"model '{model}' is a first-generation Qwen, whose code comes with its weights and cannot be split: use "
-            f'{successors}, as they are or their chat forms']
+    return [
+        f"model '{model}' is a first-generation Qwen, whose code comes with its weights and cannot be split: use "
+        f'{successors}, as they are or their chat forms'
+    ]

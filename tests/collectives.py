@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 @dataclass(frozen=True)
 class Collective:
-    """One call: its kind (allreduce, allgather, send, ...), what this process put in, the group's ranks, and the dtype."""
+    """One call: its kind (allreduce, send, ...), what this process put in, the group's ranks, and the dtype."""
     kind: str
     elements: int
     ranks: tuple[int, ...]

@@ -20,17 +20,19 @@ torch.set_num_threads(1)
 import swift_megatron  # noqa: E402
 from tests.tiny_models import FAMILIES  # noqa: E402
 
-FOREIGN = ('bitsandbytes', 'bitsandbytes.functional', 'peft.tuners.lora.bnb', 'peft.utils.transformers_weight_conversion',
-           'pytest', 'safetensors.torch', 'torch.distributed.device_mesh', 'torch.distributed.pipelining',
-           'torch.profiler._cupti_monitor', 'transformers.generation', 'transformers.models.auto.modeling_auto')
+FOREIGN = ('bitsandbytes', 'bitsandbytes.functional', 'peft.tuners.lora.bnb',
+           'peft.utils.transformers_weight_conversion', 'pytest', 'safetensors.torch', 'torch.distributed.device_mesh',
+           'torch.distributed.pipelining', 'torch.profiler._cupti_monitor', 'transformers.generation',
+           'transformers.models.auto.modeling_auto')
 NEED_SWIFT = ('arguments', 'cli', 'pipelines', 'trainers')  # and take ten seconds
 
 OWN = [
     module.name for module in pkgutil.walk_packages(swift_megatron.__path__, 'swift_megatron.')
     if module.name.split('.')[1] not in (*NEED_SWIFT, '__main__')
 ]
-MODELS = [f'transformers.models.{family.removesuffix("_text")}.modeling_{family.removesuffix("_text")}'
-          for family in FAMILIES]
+MODELS = [
+    f'transformers.models.{family.removesuffix("_text")}.modeling_{family.removesuffix("_text")}' for family in FAMILIES
+]
 
 for name in (*FOREIGN, *OWN, *MODELS):
     with contextlib.suppress(Exception):

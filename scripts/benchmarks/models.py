@@ -122,8 +122,7 @@ class Step:
         return token_losses(self.model, hidden, labels, self.mesh).nll.mean()
 
     def update(self) -> None:
-        GradientStep(
-            parameters=self.parameters, mesh=self.mesh, optimizer=self.optimizer, max_norm=MAX_NORM).run()
+        GradientStep(parameters=self.parameters, mesh=self.mesh, optimizer=self.optimizer, max_norm=MAX_NORM).run()
 
     def __call__(self) -> float:
         loss = self.loss()

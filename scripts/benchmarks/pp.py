@@ -58,8 +58,7 @@ class PipelineStep:
 
     def step(self, kind: str, num_micro_batches: int) -> float:
         losses = self.run(kind, num_micro_batches)
-        GradientStep(
-            parameters=self.parameters, mesh=self.mesh, optimizer=self.optimizer, max_norm=MAX_NORM).run()
+        GradientStep(parameters=self.parameters, mesh=self.mesh, optimizer=self.optimizer, max_norm=MAX_NORM).run()
         return float(sum(losses))
 
     def compute(self, num_micro_batches: int) -> None:

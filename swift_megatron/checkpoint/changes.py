@@ -141,15 +141,17 @@ def _check(weights: dict[str, torch.Tensor], expected: _Expected, directory: str
     foreign = [name for name in weights if name not in expected.shapes and name not in expected.ends]
     if foreign:
         raise MergeError(
-            f"'{directory}' changes '{foreign[0]}', which its config on this base does not: it belongs to another model")
+            f"'{directory}' changes '{foreign[0]}', which its config on this base does not: it belongs to another model"
+        )
     missing = [name for name in expected.shapes if name not in weights]
     if missing:
         raise MergeError(f"'{directory}' lacks {len(missing)} of the {len(expected.shapes)} tensors that its config "
                          f"names, such as '{missing[0]}': {AGAIN}")
     for name, shape in expected.shapes.items():
         if tuple(weights[name].shape) != shape:
-            raise MergeError(f"'{name}' has shape {tuple(weights[name].shape)} in '{directory}', but its config on this "
-                             f'base makes it {shape}: it belongs to another model')
+            raise MergeError(
+                f"'{name}' has shape {tuple(weights[name].shape)} in '{directory}', but its config on this "
+                f'base makes it {shape}: it belongs to another model')
 
 
 def _delta(path: str, layer: LoraLayer, weights: dict[str, torch.Tensor]) -> Callable[[], torch.Tensor]:

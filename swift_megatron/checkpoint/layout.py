@@ -87,10 +87,7 @@ def _read(directory: str) -> Optional[dict[str, Any]]:
 
 
 def _flags(values: dict[str, Any]) -> str:
-    words = {
-        name: ','.join(map(str, value)) if isinstance(value, list) else value
-        for name, value in values.items()
-    }
+    words = {name: ','.join(map(str, value)) if isinstance(value, list) else value for name, value in values.items()}
     return ' '.join(f'--{name} {word}' for name, word in words.items())
 
 

@@ -68,8 +68,7 @@ def _open_base(directory: str) -> _Base:
     for name, source in sources.items():
         if source is not None:
             parameters.setdefault(source, []).append(name)
-    return _Base(
-        reader=reader, ends=ends, quantised=quantised_weights(model), parameters=parameters, model=model)
+    return _Base(reader=reader, ends=ends, quantised=quantised_weights(model), parameters=parameters, model=model)
 
 
 def merge_adapter(model_dir: str,
@@ -104,7 +103,8 @@ def merge_adapter(model_dir: str,
         raise MergeError(f"'{output_dir}' is being written by another process: wait, or give another --output_dir")
     try:
         # An embedding and a head that both stand in the files are the same tensor only as long as neither is changed.
-        written = _Written(untied=base.two_ends and not changes.keys().isdisjoint((base.ends.embedding, base.ends.head)))
+        written = _Written(
+            untied=base.two_ends and not changes.keys().isdisjoint((base.ends.embedding, base.ends.head)))
         for file in base.reader.files():
             tensors = _merged_file(file, base, changes, form, dtype, written)
             save_file(tensors, os.path.join(staging, file), metadata={'format': 'pt'})
@@ -143,6 +143,8 @@ def _dequantised(weight: torch.Tensor, form: QuantizationConfig, dtype: torch.dt
     """What the quantised form of a weight stands for, in the checkpoint's dtype."""
     alone = ParallelMesh()
     return quantize(weight.to(dtype), alone.spec(weight.shape), form, alone).dequantized().to(weight.dtype)
+
+
 def _refuse_twice(model_dir: str, adapter_dir: str, output_dir: str) -> None:
     note = os.path.join(model_dir, MERGE_FILE)
     if os.path.isfile(note):

@@ -48,8 +48,8 @@ class PartitionedLoraLinear(lora.Linear):
         set_records(self, records)
         dropout = self.lora_dropout[adapter_name]
         if isinstance(dropout, nn.Dropout):
-            self.lora_dropout[adapter_name] = SlicedDropout(dropout.p, self.get_base_layer().global_in_features,
-                                                            self.input_ranges)
+            self.lora_dropout[adapter_name] = SlicedDropout(dropout.p,
+                                                            self.get_base_layer().global_in_features, self.input_ranges)
 
     @property
     def input_ranges(self) -> Ranges:

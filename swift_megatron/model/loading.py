@@ -133,7 +133,8 @@ def find_sources(model: nn.Module,
     prefix = getattr(model, 'base_model_prefix', '')
     every = list(model.named_parameters(remove_duplicate=False))
     sources = {
-        name: _checkpoint_name(name, prefix, reader) or _checkpoint_name((aliases or {}).get(name, name), prefix, reader)
+        name: _checkpoint_name(name, prefix, reader) or _checkpoint_name(
+            (aliases or {}).get(name, name), prefix, reader)
         for name, _ in every
     }
     named = [(name, parameter) for name, parameter in model.named_parameters() if not name.startswith(skip)]
@@ -150,8 +151,8 @@ def find_sources(model: nn.Module,
 
 
 def quantised_weights(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters that a quantised base stores in its format, as in transformers: the weights of the linears
-    in the decoder's layers. Everything else (embedding, head, norms of any shape, biases) stays as it is.
+    """Names of the parameters that a quantised base stores in its format, as in transformers: the weights of the
+    linears in the decoder's layers. Everything else (embedding, head, norms of any shape, biases) stays as it is.
 
     Args:
         model: The causal LM, whole or partitioned, without adapters; may be on the meta device.

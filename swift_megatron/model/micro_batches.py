@@ -58,10 +58,8 @@ def run_micro_batches(lm: PreTrainedModel,
         The losses, detached, on the ranks of the last stage; an empty list on the others.
     """
     return run_stages(
-        {
-            stage: _stage_forward(lm, split, stage, batches, autocast)
-            for stage in split.stages_of(mesh.pipeline_rank)
-        },
+        {stage: _stage_forward(lm, split, stage, batches, autocast)
+         for stage in split.stages_of(mesh.pipeline_rank)},
         loss_fn,
         shapes=[(*batch['input_ids'].shape, lm.config.hidden_size) for batch in batches],
         dtype=lm.hidden_dtype,

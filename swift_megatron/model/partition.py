@@ -20,8 +20,7 @@ from .plan import REMEDY, LinearCut, NormCut, plan_model
 
 
 def _partitioned_linear(linear: nn.Linear, cut: LinearCut, region: Region) -> nn.Module:
-    common = dict(
-        bias=linear.bias is not None, region=region, device=linear.weight.device, dtype=linear.weight.dtype)
+    common = dict(bias=linear.bias is not None, region=region, device=linear.weight.device, dtype=linear.weight.dtype)
     sizes = (linear.in_features, linear.out_features, cut.layout, region.mesh)
     if cut.kind.startswith('column'):
         return ColumnParallelLinear(*sizes, gather_output=cut.kind == 'column_gather', **common)

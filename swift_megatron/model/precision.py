@@ -1,7 +1,7 @@
 """In which dtype what is computed, sent and kept. docs/precision.md has it as a table.
 
-The dtypes are facts of a model, written down when it is built and agreed on by all ranks before training. They are never
-read off "the first parameter" of a rank's part: that is a weight on one stage and an adapter on another.
+The dtypes are facts of a model, written down when it is built and agreed on by all ranks before training. They are
+never read off "the first parameter" of a rank's part: that is a weight on one stage and an adapter on another.
 """
 import torch
 import torch.distributed as dist
@@ -54,8 +54,8 @@ class Precision:
     def describe(self) -> str:
         """One line for the log."""
         names = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-        return 'dtypes: ' + ', '.join(f'{name} {str(dtype).removeprefix("torch.")}' for name, dtype in names.items()
-                                      if dtype is not None)
+        return 'dtypes: ' + ', '.join(f'{name} {str(dtype).removeprefix("torch.")}'
+                                      for name, dtype in names.items() if dtype is not None)
 
 
 def _adapter_dtype(model: nn.Module) -> Optional[torch.dtype]:
@@ -63,7 +63,8 @@ def _adapter_dtype(model: nn.Module) -> Optional[torch.dtype]:
 
 
 def agreed_precision(model: nn.Module, mesh: ParallelMesh, autocast: Optional[torch.dtype] = None) -> Precision:
-    """The dtypes of a model on which all processes agree; `hidden_dtype` of the causal LM becomes that of its embedding.
+    """The dtypes of a model on which all processes agree; `hidden_dtype` of the causal LM becomes that of its
+    embedding.
 
     Every process has to call it, once its part of the model is complete.
 

@@ -166,8 +166,9 @@ class PartitionedPipeline:
             model = super().prepare_model(args, model, **kwargs)
         trained = follow_embedding(model)
         if trained is not None:
-            logger.info(f"The head is the token embedding in this model, and is {'trained' if trained else 'frozen'} with "
-                        'it: the embedding\'s name decides.')
+            logger.info(
+                f"The head is the token embedding in this model, and is {'trained' if trained else 'frozen'} with "
+                'it: the embedding\'s name decides.')
         keep_own_stages(model, self.mesh)
         record_parameters(model, rank=self.mesh.tensor_rank, size=self.mesh.tensor_parallel_size)
         return model

@@ -31,7 +31,7 @@ class Region:
         return self  # modules are copied (PEFT's modules_to_save) within their region
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """What the block's column-parallel layers take. Its gradient is summed over the ranks. (B, S, H) -> (B, S, H)"""
+        """What the block's column-parallel layers take; its gradient is summed over t. (B, S, H) -> (B, S, H)"""
         return copy_to_tensor_parallel_region(x, self.mesh)
 
     def leave(self, partial: torch.Tensor) -> torch.Tensor:

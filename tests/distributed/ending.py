@@ -38,8 +38,12 @@ def note_threads(file: Path) -> None:
 
 
 def start(folder: Path, way: str) -> None:
-    dist.init_process_group('gloo', init_method=f'file://{folder}/{way}', timeout=timedelta(seconds=30),
-                            rank=int(os.environ['RANK']), world_size=2)
+    dist.init_process_group(
+        'gloo',
+        init_method=f'file://{folder}/{way}',
+        timeout=timedelta(seconds=30),
+        rank=int(os.environ['RANK']),
+        world_size=2)
 
 
 def run(folder: Path, way: str) -> None:

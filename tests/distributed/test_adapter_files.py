@@ -97,8 +97,8 @@ def own_part(base: str, tied: bool, mesh: ParallelMesh, *, kind: str = '', adapt
 def differences(model: PeftModel, file: dict[str, torch.Tensor]) -> list[str]:
     """Names of this rank's saved tensors that are not the file's slices."""
     return [
-        name for name, tensor in saved_tensors(model).items()
-        if not torch.equal(tensor, spec_of(tensor).slice(file[name]))
+        name for name, tensor in saved_tensors(model).items() if not torch.equal(tensor,
+                                                                                 spec_of(tensor).slice(file[name]))
     ]
 
 
@@ -147,10 +147,12 @@ def test_files_are_those_of_one_card(one_card, tmp_path, tied, grid):
         assert not any(fault for rank in found for fault in rank[kind]), [kind, found]
         ours, theirs = str(tmp_path / kind), os.path.join(plain, kind)
         assert set(os.listdir(ours)) == set(os.listdir(theirs))
-        assert filecmp.cmp(f'{ours}/adapter_model.safetensors', f'{theirs}/adapter_model.safetensors',
-                           shallow=False), [kind, keys_that_differ(ours, theirs)]
-        with open(f'{ours}/adapter_config.json', encoding='utf-8') as a, open(
-                f'{theirs}/adapter_config.json', encoding='utf-8') as b:
+        assert filecmp.cmp(
+            f'{ours}/adapter_model.safetensors', f'{theirs}/adapter_model.safetensors',
+            shallow=False), [kind, keys_that_differ(ours, theirs)]
+        with open(
+                f'{ours}/adapter_config.json', encoding='utf-8') as a, open(
+                    f'{theirs}/adapter_config.json', encoding='utf-8') as b:
             assert as_sets(json.load(a)) == as_sets(json.load(b)), kind
 
 
@@ -161,8 +163,9 @@ def as_sets(config: dict[str, Any]) -> dict[str, Any]:
 
 def keys_that_differ(ours: str, theirs: str) -> list[str]:
     files = [load_file(f'{path}/adapter_model.safetensors') for path in (ours, theirs)]
-    return sorted(name for name in set(files[0]) | set(files[1]) if name not in files[0] or name not in files[1]
-                  or files[0][name].dtype != files[1][name].dtype or not torch.equal(files[0][name], files[1][name]))
+    return sorted(
+        name for name in set(files[0]) | set(files[1]) if name not in files[0] or name not in files[1]
+        or files[0][name].dtype != files[1][name].dtype or not torch.equal(files[0][name], files[1][name]))
 
 
 def messages_for(base: str, directories: list[str]) -> list[list[str]]:

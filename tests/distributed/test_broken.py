@@ -110,8 +110,9 @@ def region_not_entered(patch: Patch) -> None:
 def head_norms_are_not_partial(patch: Patch) -> None:
     """Norms by head keep one rank's share of their gradient."""
     original = partition._partition_norm
-    patch.setattr(partition, '_partition_norm',
-                  lambda block, name, cut, region: original(block, name, dataclasses.replace(cut, partial=False), region))
+    patch.setattr(
+        partition, '_partition_norm',
+        lambda block, name, cut, region: original(block, name, dataclasses.replace(cut, partial=False), region))
 
 
 def mean_over_one_token_too_many(patch: Patch) -> None:

@@ -20,11 +20,7 @@ STATUS = {'success': 0, 'refusal': 2, 'error': 1, 'interrupt': -2, 'user': 0}
 
 def python(*arguments: str, **variables: Optional[str]) -> subprocess.Popen:
     environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo', **variables}
-    return subprocess.Popen([sys.executable, *arguments],
-                            cwd=ROOT,
-                            env=environment,
-                            stderr=subprocess.PIPE,
-                            text=True)
+    return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.fixture(scope='module')

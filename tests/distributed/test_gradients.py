@@ -17,8 +17,7 @@ from swift_megatron.mesh import ParallelMesh
 from swift_megatron.model.build import build_model
 from swift_megatron.model.language_modeling import hidden_states, token_losses
 from swift_megatron.optim import gradients
-from swift_megatron.optim.gradients import (average_over_replicas, clip_gradients, gradient_norm,
-                                            sum_partial_gradients)
+from swift_megatron.optim.gradients import average_over_replicas, clip_gradients, gradient_norm, sum_partial_gradients
 from swift_megatron.optim.step import GradientStep
 from swift_megatron.sharding import ShardSpec, even_layout, record_parameters, set_records, spec_of
 from tests.collectives import CollectiveLog

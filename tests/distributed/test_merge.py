@@ -29,21 +29,32 @@ BOUND = 1e-5
 BASES = {'untied': Case(family='llama'), 'tied': Case(family='llama', tied=True)}
 # What can be trained, as PEFT's config says it.
 KINDS: dict[str, dict[str, Any]] = {
-    'linears': dict(target_modules=['q_proj', 'down_proj']),
-    'embedding': dict(target_modules=['embed_tokens']),
-    'head': dict(target_modules=['lm_head']),
-    'both ends': dict(target_modules=['q_proj', 'embed_tokens', 'lm_head']),
-    'copied embedding': dict(target_modules=['q_proj'], modules_to_save=['embed_tokens']),
-    'copied head': dict(target_modules=['q_proj'], modules_to_save=['lm_head']),
-    'copied ends': dict(target_modules=['q_proj'], modules_to_save=['embed_tokens', 'lm_head']),
-    'adapted embedding, copied head': dict(target_modules=['q_proj', 'embed_tokens'], modules_to_save=['lm_head']),
-    'copied norms': dict(target_modules=['q_proj'], modules_to_save=['input_layernorm', 'norm']),
-    'biases': dict(target_modules=['q_proj', 'o_proj'], bias='all'),
-    'ranks of their own': dict(
-        target_modules='all-linear', use_rslora=True, rank_pattern={'q_proj': 2}, alpha_pattern={'layers.1.mlp': 5}),
+    'linears':
+    dict(target_modules=['q_proj', 'down_proj']),
+    'embedding':
+    dict(target_modules=['embed_tokens']),
+    'head':
+    dict(target_modules=['lm_head']),
+    'both ends':
+    dict(target_modules=['q_proj', 'embed_tokens', 'lm_head']),
+    'copied embedding':
+    dict(target_modules=['q_proj'], modules_to_save=['embed_tokens']),
+    'copied head':
+    dict(target_modules=['q_proj'], modules_to_save=['lm_head']),
+    'copied ends':
+    dict(target_modules=['q_proj'], modules_to_save=['embed_tokens', 'lm_head']),
+    'adapted embedding, copied head':
+    dict(target_modules=['q_proj', 'embed_tokens'], modules_to_save=['lm_head']),
+    'copied norms':
+    dict(target_modules=['q_proj'], modules_to_save=['input_layernorm', 'norm']),
+    'biases':
+    dict(target_modules=['q_proj', 'o_proj'], bias='all'),
+    'ranks of their own':
+    dict(target_modules='all-linear', use_rslora=True, rank_pattern={'q_proj': 2}, alpha_pattern={'layers.1.mlp': 5}),
 }
 TIED_KINDS: dict[str, dict[str, Any]] = {
-    'embedding that stays tied': dict(target_modules=['q_proj', 'embed_tokens'], ensure_weight_tying=True),
+    'embedding that stays tied':
+    dict(target_modules=['q_proj', 'embed_tokens'], ensure_weight_tying=True),
     'copied embedding that stays tied':
     dict(target_modules=['q_proj'], modules_to_save=['embed_tokens'], ensure_weight_tying=True),
 }
@@ -101,8 +112,8 @@ def kinds(tmp_path_factory) -> dict[str, tuple[float, float]]:
     return launch(1, merge_all_kinds, str(tmp_path_factory.mktemp('merge')))[0]
 
 
-@pytest.mark.parametrize('case', [f'untied: {kind}' for kind in KINDS] + [f'tied: {kind}'
-                                                                         for kind in [*KINDS, *TIED_KINDS]])
+@pytest.mark.parametrize('case',
+                         [f'untied: {kind}' for kind in KINDS] + [f'tied: {kind}' for kind in [*KINDS, *TIED_KINDS]])
 def test_merged_folder_is_base_and_adapter(kinds, case):
     """A failure means that the merged model is another one: a part not merged, or a head that followed or did not."""
     found, without = kinds[case]
@@ -193,8 +204,8 @@ BROKEN_BASES: dict[str, tuple[Callable[[str], Any], str]] = {
     'no config': (lambda base: os.remove(f'{base}/config.json'), r'config.json'),
 }
 BROKEN_ADAPTERS: dict[str, tuple[Callable[[str], Any], str]] = {
-    'no weights': (lambda adapter: os.remove(f'{adapter}/adapter_model.safetensors'),
-                   r'holds no adapter_model.safetensors'),
+    'no weights':
+    (lambda adapter: os.remove(f'{adapter}/adapter_model.safetensors'), r'holds no adapter_model.safetensors'),
     'cut off': (lambda adapter: os.truncate(f'{adapter}/adapter_model.safetensors', 1000),
                 r'adapter_model.safetensors.* cannot be read'),
     'A without B': (lambda adapter: drop(adapter, f'{LAYER}.lora_B.weight'), rf"lacks .*{LAYER}.lora_B.weight'"),
@@ -221,8 +232,8 @@ def merge_broken(folder: str) -> dict[str, str]:
         reference_model(base, case), f'{folder}/adapter', target_modules=['q_proj'], modules_to_save=['lm_head'])
     found = {}
     for name, (spoil, _) in BROKEN.items():
-        model, adapter = (
-            shutil.copytree(path, f'{folder}/{name}/{part}') for path, part in ((base, 'base'), (good, 'adapter')))
+        model, adapter = (shutil.copytree(path, f'{folder}/{name}/{part}')
+                          for path, part in ((base, 'base'), (good, 'adapter')))
         spoil(model if name in BROKEN_BASES else adapter)
         try:
             merge_adapter(model, adapter, f'{folder}/{name}/merged')
@@ -297,6 +308,9 @@ def test_other_weights_are_left_behind(tmp_path):
     """A failure means that the merged folder holds weights without the adapter, which some programs would load."""
     merged, base, found = launch(1, merge_beside_other_weights, str(tmp_path))[0]
     assert found < BOUND
-    kept = [name for name in base if name.startswith(('model-', 'model.safetensors')) or not name.endswith(
-        ('.safetensors', '.pth', '.bin', '.h5', '.msgpack', '.onnx'))]
+    kept = [
+        name for name in base
+        if name.startswith(('model-', 'model.safetensors')) or not name.endswith(('.safetensors', '.pth', '.bin', '.h5',
+                                                                                  '.msgpack', '.onnx'))
+    ]
     assert merged == sorted([*kept, 'merged_adapter.json'])

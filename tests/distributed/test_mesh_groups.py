@@ -21,13 +21,11 @@ def members_and_timeouts(default: float) -> list[dict[str, tuple[list[int], floa
     """Ranks and seconds of each of this rank's groups, for each of SIZES."""
     found = []
     for t, p in SIZES:
-        mesh = ParallelMesh.create(
-            tensor_parallel_size=t, pipeline_parallel_size=p, timeout=timedelta(seconds=SECONDS))
+        mesh = ParallelMesh.create(tensor_parallel_size=t, pipeline_parallel_size=p, timeout=timedelta(seconds=SECONDS))
         groups = {name: getattr(mesh, name) for name in GROUPS}
         found.append({
-            name: (dist.get_process_group_ranks(group),
-                   default if group is dist.group.WORLD else group._get_backend(
-                       torch.device('cpu')).options._timeout.total_seconds())
+            name: (dist.get_process_group_ranks(group), default if group is dist.group.WORLD else group._get_backend(
+                torch.device('cpu')).options._timeout.total_seconds())
             for name, group in groups.items() if group is not None
         })
     return found

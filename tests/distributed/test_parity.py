@@ -186,7 +186,7 @@ def compare_all(cases: list[tuple[Case, str, str]]) -> dict[str, list]:
 
 @pytest.fixture(scope='module')
 def check(tmp_path_factory) -> Callable[[int, list[tuple[Case, str]]], None]:
-    """Compares cases on so many ranks. A case's checkpoint and what the plain model makes of it are the same for all."""
+    """Compares cases on so many ranks. A case's checkpoint, and what the plain model makes of it, serve all."""
     folder = tmp_path_factory.mktemp('parity')
     directories: dict[Case, str] = {}
 

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from typing import Any, Callable, Optional
 
 from swift_megatron.checkpoint.gather import gather_whole, stream_from_stages
+from swift_megatron.errors import StageError
 from swift_megatron.lora.inject import add_lora
 from swift_megatron.mesh import ParallelMesh
 from swift_megatron.model.build import build_model
-from swift_megatron.errors import StageError
 from swift_megatron.model.language_modeling import causal_lm, hidden_states, token_losses
 from swift_megatron.model.micro_batches import run_micro_batches
 from swift_megatron.model.stages import foreign_prefixes, keep_own_stages

@@ -76,15 +76,19 @@ def step(directory: str, dtype: torch.dtype, autocast: Optional[torch.dtype],
     tokens = {tuple(batch['input_ids'].shape) for batch in batches}
     whole = {b * s * causal_lm(model).config.hidden_size for b, s in tokens}
     found: dict[str, set] = {
-        'sent to another stage': {
-            c.dtype for c in log.calls if c.kind in ('send', 'recv') and c.elements in whole},
-        'sums of blocks': {c.dtype for c in log.calls if c.kind == 'allreduce' and c.elements in whole},
+        'sent to another stage': {c.dtype
+                                  for c in log.calls if c.kind in ('send', 'recv') and c.elements in whole},
+        'sums of blocks': {c.dtype
+                           for c in log.calls if c.kind == 'allreduce' and c.elements in whole},
         'numbers per token': {
-            c.dtype for c in log.calls
+            c.dtype
+            for c in log.calls
             if c.kind in ('allreduce', 'allgather') and c.elements not in whole and mesh.pipeline_rank == 1
         } - {precision.hidden},  # the head's gradient has the tokens with a label alone
-        'losses': {loss.dtype for loss in losses},
-        'gradients': {p.grad.dtype for p in parameters},
+        'losses': {loss.dtype
+                   for loss in losses},
+        'gradients': {p.grad.dtype
+                      for p in parameters},
     }
     with CollectiveLog() as log:
         gradients = GradientStep(parameters=parameters, mesh=mesh)

@@ -1,7 +1,7 @@
 """What adapters make autograd keep for the backward pass, in bytes.
 
-A failure means that LoRA and QLoRA take more memory than they need: a copy of its input for each projection, which for a
-13B model and 4096 tokens is a quarter of all activations.
+A failure means that LoRA and QLoRA take more memory than they need: a copy of its input for each projection, which for
+a 13B model and 4096 tokens is a quarter of all activations.
 """
 import pytest
 import torch

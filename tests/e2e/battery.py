@@ -2,8 +2,8 @@
 
 Rows are made from one table so that every pair of values of two columns is in some row. A row is trained three times,
 for some seeds: exactly (float32), by plain ms-swift in the row's precision, and by this package in it. Distances from
-the exact run are root mean squares over steps and seeds; ours may be at most FACTOR times plain's, or one rounding of the
-dtype. `scripts/battery.py` runs the whole table, `test_battery.py` a part.
+the exact run are root mean squares over steps and seeds; ours may be at most FACTOR times plain's, or one rounding of
+the dtype. `scripts/battery.py` runs the whole table, `test_battery.py` a part.
 """
 import dataclasses
 import itertools
@@ -76,15 +76,13 @@ def pairs(values: dict[str, Any]) -> set[tuple]:
 
 def every_pair() -> set[tuple]:
     """All pairs that a row can have."""
-    return {
-        ((a, x), (b, y))
-        for a, b in itertools.combinations(sorted(COLUMNS), 2)
-        for x in COLUMNS[a]
-        for y in COLUMNS[b] if allowed({
-            a: x,
-            b: y
-        })
-    }
+    return {((a, x), (b, y))
+            for a, b in itertools.combinations(sorted(COLUMNS), 2)
+            for x in COLUMNS[a]
+            for y in COLUMNS[b] if allowed({
+                a: x,
+                b: y
+            })}
 
 
 def table() -> list[Row]:
@@ -178,8 +176,11 @@ def command(row: Row, program: str, seed: int, paths: dict[str, str], output: st
     if program != 'exact':
         settings |= PRECISIONS[row.precision]
     if program == 'ours':
-        settings |= dict(tensor_parallel_size=t, pipeline_parallel_size=p, num_micro_batches=p,
-                         gradient_accumulation_steps=row.accumulation)
+        settings |= dict(
+            tensor_parallel_size=t,
+            pipeline_parallel_size=p,
+            num_micro_batches=p,
+            gradient_accumulation_steps=row.accumulation)
     return flags(**settings)
 
 
@@ -326,8 +327,12 @@ def report(rows: Sequence[Row], paths: dict[str, str], folder: str) -> list[dict
     """All rows with their figures, for a file."""
     return [{
         **dataclasses.asdict(row),
-        **{what: dataclasses.asdict(distance) | {'ratio': distance.ratio}
-           for what, distance in distances(row, paths, folder).items()},
+        **{
+            what: dataclasses.asdict(distance) | {
+                'ratio': distance.ratio
+            }
+            for what, distance in distances(row, paths, folder).items()
+        },
         'faults': faults(row, paths, folder),
     } for row in rows]
 

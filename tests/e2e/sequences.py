@@ -57,8 +57,9 @@ def train_broken_off(argv: list[str], after: int) -> tuple[list[float], list[flo
     Returns:
         The losses that the first and the second training logged.
     """
-    from swift_megatron.trainers.sft import ParallelSeq2SeqTrainer
     from transformers import TrainerCallback
+
+    from swift_megatron.trainers.sft import ParallelSeq2SeqTrainer
     train_once = ParallelSeq2SeqTrainer.train
     losses: list[list[float]] = []
 

@@ -170,7 +170,6 @@ REPLICAS = {
 }
 TWICE = {'per_device_train_batch_size': 4, 'per_device_eval_batch_size': 2}
 
-
 ODD = {**REPLICAS, 'val_dataset': 'val', 'max_steps': 1, 'eval_steps': 1}  # samples of evaluation
 
 RAGGED = dict(dataset='ragged', lora_dropout=0, max_steps=3)
@@ -205,11 +204,13 @@ SHORT: dict[str, Training] = {
         **TWICE
     }, program='plain'),
     'odd-d2': Training(ODD, 2),
-    **{name: Training({
-        **RAGGED,
-        **settings
-    }, processes)
-       for name, (processes, settings) in LAYOUTS.items()},
+    **{
+        name: Training({
+            **RAGGED,
+            **settings
+        }, processes)
+        for name, (processes, settings) in LAYOUTS.items()
+    },
     'steep-t2': Training({
         **STEEP,
         **T2

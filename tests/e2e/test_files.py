@@ -79,9 +79,9 @@ def test_nodes_with_their_own_disks_and_a_hub(workshop):
     assert all('adapter_model.safetensors' in line and '_writing' not in line for line in uploads)
     assert filecmp.cmp(*(f'{paths[0]}/{folder}adapter_model.safetensors' for folder in ('', 'checkpoint-4/')), False)
     for node, path in enumerate(paths):
-        assert {name for name in os.listdir(path) if 'checkpoint' in name} == {
-            'checkpoint-2', 'checkpoint-4', 'last-checkpoint'
-        }
+        assert {name
+                for name in os.listdir(path)
+                if 'checkpoint' in name} == {'checkpoint-2', 'checkpoint-4', 'last-checkpoint'}
         own = set(os.listdir(f'{path}/checkpoint-2'))
         assert {
             f'optimizer_t0_p{node}.pt', f'rng_state_p{node}_d0.pth', 'trainer_state.json', 'scheduler.pt',
@@ -104,7 +104,8 @@ def test_nodes_with_their_own_disks_and_a_hub(workshop):
 
 
 def test_each_disk_has_what_its_ranks_resume_from(workshop):
-    """A failure means that replicas, or tensor-parallel ranks, on a node without the first of them have no states there.
+    """A failure means that replicas, or tensor-parallel ranks, on a node without the first of them have no states
+    there.
     """
     layouts = {'t2': {'tensor_parallel_size': 2}, 'd2': {}}
     settings: dict[str, Any] = {'max_steps': 1, 'save_strategy': 'steps', 'save_steps': 1}

@@ -54,35 +54,40 @@ RUNS: dict[str, Training] = {
         f'pp-plain-{tuner}': Training({
             **SETTINGS, 'tuner_type': tuner,
             'gradient_accumulation_steps': 4
-        }, program='plain')
+        },
+                                      program='plain')
         for tuner in ('lora', 'full')
     },
     **{
-        f'pp-{tuner}-{grid}': Training(in_micro_batches({
+        f'pp-{tuner}-{grid}':
+        Training(in_micro_batches({
             **SETTINGS,
             **GRIDS[grid][1], 'tuner_type': tuner
         }, 4), GRIDS[grid][0])
         for tuner, grid in COMPARED
     },
-    'pp-few-plain': Training({
+    'pp-few-plain':
+    Training({
         **FEW, 'gradient_accumulation_steps': 6
     }, program='plain'),
-    'pp-few': Training(
+    'pp-few':
+    Training(
         dict(
             **in_micro_batches(FEW, 6),
             pipeline_parallel_size=2,
             virtual_pipeline_size=2,
             pipeline_schedule='interleaved_1f1b',
             gradient_checkpointing=True), 2),
-    'pp-d2-plain': Training({
+    'pp-d2-plain':
+    Training({
         **DEALT, 'per_device_train_batch_size': 2,
         'gradient_accumulation_steps': 2
     }, program='plain'),
-    'pp-d2': Training(
-        in_micro_batches({
-            **DEALT, 'per_device_train_batch_size': 1,
-            'pipeline_parallel_size': 2
-        }, 2), 4),
+    'pp-d2':
+    Training(in_micro_batches({
+        **DEALT, 'per_device_train_batch_size': 1,
+        'pipeline_parallel_size': 2
+    }, 2), 4),
 }
 
 

@@ -55,9 +55,10 @@ def outcomes(workshop) -> dict[str, str]:
         Name of a layout -> '' or how one of its runs failed.
     """
     settings = {name: (processes, {**SETTINGS, **own}) for name, (processes, own) in LAYOUTS.items()}
-    straight = workshop.train_in_turn(
-        {_folder(name, 'straight'): Training(own, processes)
-         for name, (processes, own) in settings.items()})
+    straight = workshop.train_in_turn({
+        _folder(name, 'straight'): Training(own, processes)
+        for name, (processes, own) in settings.items()
+    })
     again = workshop.train_in_turn({
         _folder(name, 'resumed'):
         Training({

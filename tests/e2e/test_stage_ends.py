@@ -63,7 +63,8 @@ def ties(workshop):
     return workshop
 
 
-@pytest.mark.parametrize('grid, name', [*(('p2', name) for name in TIES), *(('t2-p2', name) for name in list(TIES)[:2])])
+@pytest.mark.parametrize('grid, name',
+                         [*(('p2', name) for name in TIES), *(('t2-p2', name) for name in list(TIES)[:2])])
 def test_a_tie_is_trained_or_frozen_at_both_ends(ties, grid, name):
     """A failure means that one end of a tie is trained alone, and the other waits for it or goes another way."""
     assert_same_logs(ties.output(f'tie-{grid}-{name}'), ties.output(f'tie-plain-{name}'))
@@ -126,7 +127,7 @@ def test_scales_stay_in_step(scaled):
 
 @pytest.mark.parametrize('name', ['p2', 'p2-frozen', 't2', 't2-p2-frozen'])
 def test_an_overflow_is_one_on_all_ranks(scaled, name):
-    """A failure means that in float16 a stage cannot run, or steps, and moves the rate, when others leave a step out."""
+    """A failure means that in float16 a stage cannot run, or takes a step that the others leave out."""
     workshop, _ = scaled
     ours = workshop.output(f'scaled-{name}')
     plain = workshop.output(f"scaled-plain{'-frozen' if 'frozen' in name else ''}")
@@ -148,7 +149,7 @@ def test_nothing_is_left_of_a_step_that_was_broken_off(workshop):
         'learning_rate': 0.,
         'train_dataloader_shuffle': False
     }
-    for rank, (broken, again) in enumerate(
-            launch(Job(train_broken_off, (workshop.flags('broken-off', **settings), 3 + 2), 2))):
+    for rank, (broken,
+               again) in enumerate(launch(Job(train_broken_off, (workshop.flags('broken-off', **settings), 3 + 2), 2))):
         assert len(broken) == 1 and len(again) == 2, rank
         assert again[0] == broken[0]

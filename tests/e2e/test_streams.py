@@ -37,8 +37,8 @@ def runs(workshop):
     The reference is plain ms-swift on the same samples with a length, which takes a step at the end of a pass. It
     evaluates the samples as a stream of batches of 4, ours in batches of 2 on each of two replicas: 4, 4 and 3.
     """
-    seven, six = (material.write_rows(str(Path(workshop.folder) / f'first-{n}.jsonl'), material.rows(n, seed=7))
-                  for n in (7, 6))
+    seven, six = (
+        material.write_rows(str(Path(workshop.folder) / f'first-{n}.jsonl'), material.rows(n, seed=7)) for n in (7, 6))
     # Two files: two shards, which would be dealt to two replicas whole, 8 samples to one and 3 to the other.
     rows = list(material.rows(11, seed=8))
     val = [

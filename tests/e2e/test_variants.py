@@ -156,11 +156,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 
-
-OWN_TESTS = {
-    'pre-training': 'test_pre_training_is_the_plain_one',
-    'bfloat16': 'test_bfloat16_follows_the_plain_curve'
-}
+OWN_TESTS = {'pre-training': 'test_pre_training_is_the_plain_one', 'bfloat16': 'test_bfloat16_follows_the_plain_curve'}
 # Runs with settings and tests of their own. bfloat16 keeps 8 bits: dropout and a large step would hide what it does.
 OTHERS: dict[str, dict[str, Any]] = {
     'pre-training': {
@@ -187,7 +183,7 @@ def folder_of(name: str) -> str:
 
 @pytest.fixture(scope='module')
 def outcomes(request, workshop) -> dict[str, str]:
-    """Name -> '' or how its run failed, for all runs that the chosen tests need: one after the other by each program."""
+    """Name -> '' or how its run failed, for all runs that the chosen tests need: by each program in turn."""
     chosen = [item for item in request.session.items if item.module is request.module]
     params = {item.callspec.params['variant'] for item in chosen if hasattr(item, 'callspec')}
     functions = {item.originalname for item in chosen}

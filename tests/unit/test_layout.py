@@ -23,13 +23,14 @@ def checkpoint(tmp_path) -> Path:
 
 
 def run(**changes: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{
-        'tensor_parallel_size': 3,
-        'pipeline_parallel_size': 2,
-        'virtual_pipeline_size': 2,
-        'pipeline_layers': None,
-        **changes
-    })
+    return SimpleNamespace(
+        **{
+            'tensor_parallel_size': 3,
+            'pipeline_parallel_size': 2,
+            'virtual_pipeline_size': 2,
+            'pipeline_layers': None,
+            **changes
+        })
 
 
 @pytest.mark.parametrize('changes', [{}, {'pipeline_layers': '1,1,1,2'}, {'pipeline_layers': ' 1, 1,1,2'}])

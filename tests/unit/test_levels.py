@@ -95,9 +95,12 @@ def test_foreign_packages_stay_at_their_edge(name):
 
 def test_the_border_of_a_region_is_written_once():
     """Sequence parallelism or overlap would be an edit of every layer instead of another region."""
-    users = {name for name in NAMES if 'swift_megatron.tensor_parallel.regions' in {
-        module.rpartition('.')[0] for module in imported(pathlib.PurePath(name))
-    }}
+    users = {
+        name
+        for name in NAMES if 'swift_megatron.tensor_parallel.regions' in
+        {module.rpartition('.')[0]
+         for module in imported(pathlib.PurePath(name))}
+    }
     assert users == {'tensor_parallel/boundary.py'}
 
 

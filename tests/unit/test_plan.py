@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers import GPT2Config
 
+from swift_megatron.errors import PlanError
 from swift_megatron.mesh import ParallelMesh
 from swift_megatron.model.build import build_model
 from swift_megatron.model.partition import partition_model
-from swift_megatron.errors import PlanError
 from swift_megatron.model.plan import REMEDY, plan_model
 from tests.architectures import REFUSED, SPLIT_BUT_MULTIMODAL, SUPPORTED, on_meta, planned, small_config
 from tests.tiny_models import FAMILIES, Case

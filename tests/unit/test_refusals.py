@@ -1,7 +1,7 @@
 """Arguments of which a run would drop a part in silence, and models whose code cannot be split, are refused by name.
 
-A failure means that a user trains without an adapter that was given, or waits for the download of a model that ends in a
-traceback.
+A failure means that a user trains without an adapter that was given, or waits for the download of a model that ends in
+a traceback.
 """
 import pytest
 import re
@@ -12,10 +12,17 @@ from swift_megatron.errors import ConfigError
 from swift_megatron.pipelines.export import ExportConfig
 
 DROPPED: dict[str, tuple[dict[str, Any], str]] = {
-    'two words': ({'adapters': ['a', 'b']}, r'--adapters a b names 2 adapters, .*swift-megatron export'),
-    'with full tuning': ({'adapters': 'a', 'tuner_type': 'full'}, r'--adapters a does nothing with --tuner_type full'),
-    'with a checkpoint': ({'adapters': ['a'], 'resume_from_checkpoint': 'c'},
-                          r'--adapters a does nothing with --resume_from_checkpoint c, .*leave one'),
+    'two words': ({
+        'adapters': ['a', 'b']
+    }, r'--adapters a b names 2 adapters, .*swift-megatron export'),
+    'with full tuning': ({
+        'adapters': 'a',
+        'tuner_type': 'full'
+    }, r'--adapters a does nothing with --tuner_type full'),
+    'with a checkpoint': ({
+        'adapters': ['a'],
+        'resume_from_checkpoint': 'c'
+    }, r'--adapters a does nothing with --resume_from_checkpoint c, .*leave one'),
 }
 
 
@@ -76,7 +83,8 @@ def test_first_qwen_is_refused_by_its_config(config):
     assert 'Qwen/Qwen1.5-14B, Qwen/Qwen2.5-14B or Qwen/Qwen3-14B' in fault
 
 
-@pytest.mark.parametrize('name', ['Qwen/Qwen1.5-7B', 'Qwen/Qwen2.5-7B-Instruct', 'Qwen/Qwen3-8B', 'Qwen/Qwen2-7B', None])
+@pytest.mark.parametrize('name',
+                         ['Qwen/Qwen1.5-7B', 'Qwen/Qwen2.5-7B-Instruct', 'Qwen/Qwen3-8B', 'Qwen/Qwen2-7B', None])
 def test_later_qwens_are_not(name):
     """A failure means that the models that the refusal names are refused."""
     assert compatibility.model_faults(name, None) == []

@@ -46,5 +46,5 @@ def test_a_device_is_treated_as_the_cpu_is():
         set_generator_states(states)
         assert torch.equal(torch.rand(3, generator=generator), expected[0]) and torch.equal(torch.rand(3), expected[1])
         set_generator_states({'cpu': states['cpu'], 'xpu': states['cuda']})  # written on other hardware
-        assert torch.equal(torch.rand(3), expected[1]) and not torch.equal(
-            torch.rand(3, generator=generator), expected[0])
+        assert torch.equal(torch.rand(3),
+                           expected[1]) and not torch.equal(torch.rand(3, generator=generator), expected[0])
