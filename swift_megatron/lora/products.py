@@ -1,9 +1,9 @@
 """The two products of a LoRA adapter, and the dropout before the first: U = drop(X) A^T and Y + s U B^T.
 
 Of the first product's input nothing but X itself is kept for the backward pass, in the dtype and the memory in which
-the block has it anyway: the projections of a block (q, k, v; gate, up) share one X, where a cast or a dropped copy would
-be each projection's own. The cast is made again, and so is the dropped input, from the mask that is kept (a byte for
-each element).
+the block has it anyway: the projections of a block (q, k, v; gate, up) share one X, where a cast or a dropped copy
+would be each projection's own. The cast is made again, and so is the dropped input, from the mask that is kept (a byte
+for each element).
 
 B batch, S sequence, I input and O output size of the layer, /T this rank's part, R rank of the adapter.
 """

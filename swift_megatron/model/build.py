@@ -50,7 +50,7 @@ def build_model(config: PretrainedConfig,
     device, dtype = device or torch.device('cpu'), dtype or config.dtype
     with torch.device('meta'):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    model.hidden_dtype = dtype
+    model.hidden_dtype = model.get_input_embeddings().weight.dtype  # of which hidden states are made
     model.stage_split = split_model(model, mesh, chunks, layers_by_hand)
     partition_model(model, mesh, 1 if quantization is None else quantization.block_size)
     check_head(model)

@@ -23,7 +23,7 @@ def train_scaled(program: str, argvs: list[list[str]]) -> list[float]:
     import torch.distributed as dist
 
     from swift_megatron.sharding import SPEC, spec_of
-    make, unscale = Accelerator.__init__, Accelerator.unscale_gradients
+    make, unscale = Accelerator.__init__, torch.amp.GradScaler.unscale_
     steps: list[int] = []  # of each training
 
     def with_scaler(self: Accelerator, *args: Any, **kwargs: Any) -> None:
@@ -33,18 +33,18 @@ def train_scaled(program: str, argvs: list[list[str]]) -> list[float]:
         scalers.append(self.scaler)
         steps.append(0)
 
-    def overflowing(self: Accelerator, *args: Any, **kwargs: Any) -> None:
+    def overflowing(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         steps[-1] += 1
         is_last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
         if is_last and steps[-1] % 2 == 0:
-            parameters = [p for group in self._optimizers[0].param_groups for p in group['params']]
+            parameters = [p for group in optimizer.param_groups for p in group['params']]
             own = [p for p in parameters if p.grad is not None and not (hasattr(p, SPEC) and spec_of(p).has_copies)]
             own[0].grad.view(-1)[0] = torch.inf
-        unscale(self, *args, **kwargs)
+        unscale(self, optimizer)
 
     scalers: list[torch.amp.GradScaler] = []
     with mock.patch.object(Accelerator, '__init__', with_scaler), \
-            mock.patch.object(Accelerator, 'unscale_gradients', overflowing), \
+            mock.patch.object(torch.amp.GradScaler, 'unscale_', overflowing), \
             mock.patch('accelerate.accelerator.get_mixed_precision_context_manager',
                        lambda *_: torch.autocast('cpu', enabled=False)):
         train_each(program, argvs)

@@ -89,27 +89,27 @@ def scaled(workshop):
     flags = workshop.flags
     scales = launch_all({
         'plain':
-        Job(train_scaled, ('plain', [flags('scaled-plain', **SCALED),
-                                     flags('scaled-plain-frozen', **FROZEN)])),
+        Job(train_scaled, ('plain', [flags('overflow-plain', **SCALED),
+                                     flags('overflow-plain-frozen', **FROZEN)])),
         'two':
         Job(train_scaled, ('ours', [
-            flags('scaled-p2', **{
+            flags('overflow-p2', **{
                 **SCALED,
                 **STAGES
             }),
-            flags('scaled-p2-frozen', **{
+            flags('overflow-p2-frozen', **{
                 **FROZEN,
                 **STAGES
             }),
-            flags('scaled-t2', **SCALED, tensor_parallel_size=2)
+            flags('overflow-t2', **SCALED, tensor_parallel_size=2)
         ]), 2),
         'four':
         Job(train_scaled, ('ours', [
-            flags('scaled-t2-p2-frozen', **{
+            flags('overflow-t2-p2-frozen', **{
                 **FROZEN,
                 **STAGES
             }, tensor_parallel_size=2),
-            flags('scaled-p2-d2', **{
+            flags('overflow-p2-d2', **{
                 **SCALED,
                 **STAGES, 'per_device_train_batch_size': 1
             })
@@ -129,8 +129,8 @@ def test_scales_stay_in_step(scaled):
 def test_an_overflow_is_one_on_all_ranks(scaled, name):
     """A failure means that in float16 a stage cannot run, or takes a step that the others leave out."""
     workshop, _ = scaled
-    ours = workshop.output(f'scaled-{name}')
-    plain = workshop.output(f"scaled-plain{'-frozen' if 'frozen' in name else ''}")
+    ours = workshop.output(f'overflow-{name}')
+    plain = workshop.output(f"overflow-plain{'-frozen' if 'frozen' in name else ''}")
     norms, expected = logged(ours, 'grad_norm'), logged(plain, 'grad_norm')
     assert tuple(not math.isfinite(norm) for norm in norms) == SKIPPED
     assert norms[::2] == pytest.approx(expected[::2], rel=1e-4)
