@@ -236,7 +236,6 @@ def run_in_turn(function: Callable, calls: dict[str, tuple], processes: int = 1)
         outcome.update({name: '' for name in rest if all(name in names for names in done)})
         failed = next((name for name in rest if name not in outcome), None)
         if failed is not None:
-            rank, end = next(((rank, end) for rank, end in enumerate(ended) if end.exit_code),
-                             next((rank, end) for rank, end in enumerate(ended) if failed not in done[rank]))
-            outcome[failed] = f'rank {rank} of {processes}: exit code {end.exit_code}:\n{end.output[-6000:]}'
+            outcome[failed] = '\n'.join(f'rank {rank} of {processes}: exit code {end.exit_code}:\n{end.output[-6000:]}'
+                                        for rank, end in enumerate(ended) if failed not in done[rank])
     return outcome
