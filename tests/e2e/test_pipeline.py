@@ -51,8 +51,7 @@ FEW: dict[str, Any] = dict(model='deep', dataset='ragged', max_steps=4, lora_dro
 DEALT: dict[str, Any] = dict(model='tied', max_steps=6, lora_dropout=0, train_dataloader_shuffle=False, dataset='train')
 RUNS: dict[str, Training] = {
     **{
-        f'pp-plain-{tuner}':
-        Training(dict(SETTINGS, tuner_type=tuner, gradient_accumulation_steps=4), program='plain')
+        f'pp-plain-{tuner}': Training(dict(SETTINGS, tuner_type=tuner, gradient_accumulation_steps=4), program='plain')
         for tuner in ('lora', 'full')
     },
     **{
