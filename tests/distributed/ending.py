@@ -61,6 +61,7 @@ def run(folder: Path, way: str) -> None:
     if way == 'error':
         raise ValueError('injected')
     if way == 'interrupt':
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
         os.kill(os.getpid(), signal.SIGINT)
 
 
