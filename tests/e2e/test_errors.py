@@ -38,7 +38,7 @@ LAUNCHER: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {  # flags, en
     'optimizer': ({'optim': 'adafactor'}, {}, r'--optim adafactor .*use adamw_torch'),
     'liger': ({'use_liger_kernel': True}, {}, r'--use_liger_kernel True .*leave it out'),
     'several adapters': ({'adapters': ['a', 'b']}, {}, r'--adapters a b names 2 adapters, .*swift-megatron export'),
-    'first Qwen': ({'model': 'Qwen/Qwen-7B-Chat'}, {}, r"'Qwen/Qwen-7B-Chat' is a first-generation Qwen, .*Qwen3-8B"),
+    'first Qwen': ({'model': 'Qwen/Qwen-7B-Chat'}, {}, r"model 'Qwen/Qwen-7B-Chat' is a first-generation Qwen, .*Qwen3-8B"),
     'sequence parallel of ms-swift': ({'sequence_parallel_size': 2}, {}, r'--sequence_parallel_size 2 .*leave it out'),
 }
 
